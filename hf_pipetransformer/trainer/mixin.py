@@ -30,7 +30,7 @@ from hf_pipetransformer.trainer.overrides import (
     TrainingOverrides,
 )
 from hf_pipetransformer.training.needs import RunOptions, check_constructor_arguments, explaining_loss
-from hf_pipetransformer.training.session import Session, State
+from hf_pipetransformer.training.session import Session
 
 
 if TYPE_CHECKING:
@@ -191,28 +191,18 @@ class PipeTransformerMixin(CheckpointOverride, TrainingOverrides, EvaluationOver
             trainer_compat.drop_marks_of_gguf(model)
         # The last class of this library before the user's trainer.
         wants_pipeline = check_constructor_arguments(super(SavingOverrides, self), options, model, given.values)
-        # Before Trainer's constructor, which reads it.
-        self.places_stages = wants_pipeline and args.world_size > 1
+        is_on_stages = wants_pipeline and args.world_size > 1
         num_stages = args.pipeline_size or 1
         if args.world_size > 1 and num_stages > 1:
             trainer_compat.check_loaders(type(self), num_stages)
-        super().__init__(*given.positional, **given.named)
+        with trainer_compat.with_attributes(args, {"is_on_stages": is_on_stages}):
+            super().__init__(*given.positional, **given.named)
         # After the constructor, since only now it shows which arguments it gave to Trainer's.
         check_handed_on(self)
         self.pipeline_run = self.accelerator.session = Session(self, options, wants_pipeline)
         shorten_console(self.callback_handler)
-        if self.places_stages and not args.plan_only:
+        if is_on_stages and not args.plan_only:
             trl_compat.precompute_reference(self)
-
-    # Trainer moves the whole model to the device of every rank where this is true.
-    @property
-    def place_model_on_device(self) -> bool:
-        """False if each rank moves its stage to its device; otherwise what Trainer has set."""
-        return self._places_model and not self.places_stages
-
-    @place_model_on_device.setter
-    def place_model_on_device(self, value: bool) -> None:
-        self._places_model = value
 
     # Trainer has no other place for an accelerator of one's own, and makes a new one for each trial of a search.
     def create_accelerator_and_postprocess(self) -> None:
@@ -236,12 +226,21 @@ class PipeTransformerMixin(CheckpointOverride, TrainingOverrides, EvaluationOver
     def events(self) -> EventLog:
         return self.pipeline_run.context.journal.log
 
-    # Here and not in `TrainingOverrides`: entries of runs on one stage are recorded after their end, too.
+    # The layout is a part of the entry, which is in the history already when `on_log` is called. Here and not in
+    # `TrainingOverrides`: entries of runs on one stage are recorded after their end, too.
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as Trainer does, and write the entry to the events file, also where Trainer evaluates by itself."""
+        """Log as Trainer does, plus the layout as scalars in the first training entry and after each change.
+
+        The entry is written to the events file, too, also where Trainer evaluates by itself.
+        """
+        run = self.pipeline_run
+        if run.is_inside_stage:
+            run.context.gains.note_log(logs)
+            return
+        if not run.is_left_to_trainer:
+            run.pipelined.add_scalars(logs)
         super().log(logs, start_time)
-        if not self.pipeline_run.is_inside_stage:
-            self.pipeline_run.note_log(logs)
+        run.note_log(logs)
 
     # The failure report, the lock of the folder and the choice of a checkpoint come before anything of Trainer runs.
     def train(
@@ -286,7 +285,7 @@ class PipeTransformerMixin(CheckpointOverride, TrainingOverrides, EvaluationOver
         loader, run = super().get_train_dataloader(), vars(self).get("pipeline_run")
         if run is None or not run.is_left_to_trainer:
             return loader
-        is_unseen = run.state is State.STARTED and not trainer_compat.shows_batches(self)
+        is_unseen = run.is_in_train and not trainer_compat.shows_batches(self)
         return run.stored_parts.following(loader, is_unseen)
 
     # In place of the forward and backward of one rank.
@@ -363,15 +362,6 @@ class PipeTransformerMixin(CheckpointOverride, TrainingOverrides, EvaluationOver
                 into the free memory there.
         """
         return self.pipeline_run.whole_model(torch.device(device))
-
-    # For its docstring: Trainer's own asks for it at the end of each script.
-    def end(self) -> None:
-        """Leave the process group now, after all calls that need the other processes: none can follow.
-
-        A script need not call it, since the group is left at its exit. It is for a script that goes on for long on one
-        process alone: the others may end, and memory and threads of the groups are given back.
-        """
-        super().end()
 
     def generate(
         self, inputs: torch.Tensor | Mapping[str, Any], **generation_kwargs: Any

@@ -156,15 +156,6 @@ class TrainingOverrides(_Trainer):
             if inputs and counts_here:
                 super()._track_num_input_tokens(inputs)
 
-    # The layout is a part of the entry, which is in the history already when `on_log` is called.
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as Trainer does, plus the layout as scalars in the first training entry and after each change."""
-        if self.pipeline_run.is_inside_stage:
-            self.pipeline_run.context.gains.note_log(logs)
-            return
-        self.pipeline_run.pipelined.add_scalars(logs)
-        super().log(logs, start_time)
-
     # Nothing public is called between the last step and the final log, which needs the mean loss of all ranks.
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
         losses = self.pipeline_run.context.topology.gather(self._tr_loss.item())
@@ -184,8 +175,6 @@ class EvaluationOverrides(_Trainer):
     """Methods that make loaders, evaluate and predict."""
 
     pipeline_run: Session
-    places_stages: bool
-    """True if each rank moves its stage to its device."""
     args: PipeTransformerArguments
 
     # The accelerator, which prepares every loader, is not told what it is for.
@@ -252,7 +241,7 @@ class EvaluationOverrides(_Trainer):
         Collective: call on every rank. TRL's constructor computes nothing, see `trl_compat.precompute_reference`.
         """
         run = vars(self).get("pipeline_run")
-        if run is None and self.places_stages:
+        if run is None and self.args.is_on_stages:
             return dataset
         found = None if run is None else run.pipelined.evaluations.reference_of(dataset, batch_size)
         return super()._precompute_ref_logps(dataset, name, batch_size) if found is None else found

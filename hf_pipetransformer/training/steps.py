@@ -117,26 +117,22 @@ class Steps(ABC):
         """Wrap the optimizer's step."""
         return nullcontext()
 
-    @abstractmethod
-    def end_step(self, is_counted: bool) -> None:
+    def end_step(self, is_counted: bool) -> None:  # noqa: B027
         """Finish the optimizer step. `is_counted`: all ranks have finished this step, because Trainer logs here."""
 
     def report(self) -> dict[str, float]:
         """Return scalars to log and write them to the events file. Collective: call on every rank."""
         return {}
 
-    @abstractmethod
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027
         """Bring all stages to the same step and data position, nothing in flight. Collective: call on every rank."""
 
-    @abstractmethod
-    def end(self) -> None:
+    def end(self) -> None:  # noqa: B027
         """Drop what is in flight, also after an error."""
 
     def are_over(self, epoch_iterator: Any) -> bool:
         """Return True at the end of an epoch's iterator: Trainer asks for batches up to its own number of steps."""
-        is_at_end = self._is_short if self.loader is None else self.loader.is_at_end
-        return epoch_iterator is self._iterator and is_at_end and not self.num_read_ahead
+        return epoch_iterator is self._iterator and self._has_ended and not self.num_read_ahead
 
     def begin(self, epoch_iterator: Any, num_batches: int) -> tuple[list[Any], torch.Tensor | None]:
         """Read the batches of one step, and count the items of their losses over all replicas."""

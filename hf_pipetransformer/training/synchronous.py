@@ -322,12 +322,3 @@ class SynchronousSteps(Steps):
         squares = self.pipeline.runner.norms.squares()
         self.controller.watch_gradients(squares)
         return squares.sum().sqrt().float()
-
-    def end_step(self, is_counted: bool) -> None:
-        pass
-
-    def settle(self) -> None:
-        pass
-
-    def end(self) -> None:
-        pass

@@ -202,7 +202,6 @@ OVERRIDDEN = {
     "Trainer.create_model_card": (
         "self, language, license, tags, model_name, finetuned_from, tasks, dataset_tags, dataset, dataset_args"
     ),
-    "Trainer.end": "self",
     "Trainer.evaluate": "self, eval_dataset, ignore_keys, metric_key_prefix",
     "Trainer.get_train_dataloader": "self",
     "Trainer.evaluation_loop": ("self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix"),
