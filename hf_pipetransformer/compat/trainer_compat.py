@@ -262,7 +262,6 @@ def generates(trainer: Trainer) -> bool:
 _NOT_CALLED_BELOW = (
     "training_step",
     "get_batch_samples",
-    "get_total_train_batch_size",
     "_clip_grad_norm",
     "_get_num_items_in_batch",
     "_load_from_checkpoint",

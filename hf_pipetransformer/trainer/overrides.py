@@ -125,16 +125,6 @@ class TrainingOverrides(_Trainer):
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         return self.pipeline_run.pipelined.training.begin_step(epoch_iterator, num_batches)
 
-    # `compute_loss` multiplies by it, in user code too: a division around it would not undo that to the bit.
-    def get_tp_size(self) -> int:
-        """Return the world size: Trainer scales losses by `world_size / tp_size` to undo a mean, and ours is a sum."""
-        return self.args.world_size
-
-    # Trainer divides the number of processes by `get_tp_size`.
-    def get_total_train_batch_size(self, args: Any) -> int:
-        """Return the samples per optimizer step; the same for every layout."""
-        return int(args.global_batch_size(self._train_batch_size) * args.gradient_accumulation_steps)
-
     # Later stages are given copies of the batch, and the sum over ranks would count each of them.
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Return Trainer's estimate on one rank per pipeline, and 0 on the others."""
@@ -329,7 +319,15 @@ class PipelineAccelerator(Accelerator):
         self.__dict__.update(vars(own))
         self.session: Session | None = None
         """What the pipeline adds to the trainer; None in the trainer's constructor."""
-        self._gathers_nothing = False
+        self._is_alone = self._gathers_nothing = False
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes; 1 inside `as_one_process`.
+
+        Trainer multiplies losses by it to undo a mean over processes, and so does code of scripts: ours is a sum.
+        """
+        return 1 if self._is_alone else int(super().num_processes)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip by the norm of the whole model's gradients, which is returned. Collective: call on every rank."""
@@ -338,18 +336,22 @@ class PipelineAccelerator(Accelerator):
         return self.session.pipelined.training.clip_gradients(max_norm)
 
     def gather(self, tensor: Any) -> Any:
-        """Gather from all ranks; inside `gathering_nothing`, return what is given."""
+        """Gather from all ranks; inside `as_one_process`, return what is given."""
         return tensor if self._gathers_nothing else super().gather(tensor)
 
     @contextmanager
-    def gathering_nothing(self) -> Iterator[None]:
-        """Wrap code of Trainer or TRL that gathers, but that only some ranks run."""
+    def as_one_process(self, gathers: bool = False) -> Iterator[None]:
+        """Wrap code of Trainer or TRL that computes what one process would, but that only some ranks run.
+
+        With `gathers`, code of the script's that all ranks run may gather inside.
+        """
         # Such contexts nest: a loss that is discarded may lie within the part of a batch.
-        outer, self._gathers_nothing = self._gathers_nothing, True
+        outer = self._is_alone, self._gathers_nothing
+        self._is_alone, self._gathers_nothing = True, not gathers
         try:
             yield
         finally:
-            self._gathers_nothing = outer
+            self._is_alone, self._gathers_nothing = outer
 
     def end_training(self) -> None:
         """Leave the process group, once the threads of the pipeline's own groups have ended."""

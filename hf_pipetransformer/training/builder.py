@@ -49,7 +49,7 @@ from hf_pipetransformer.startup.start import inspect_model
 from hf_pipetransformer.training.callbacks import check_callbacks
 from hf_pipetransformer.training.evaluation import REMEDY, shape_without_rows
 from hf_pipetransformer.training.loaders import Begun, begin_reading
-from hf_pipetransformer.training.metrics import discard_metrics
+from hf_pipetransformer.training.metrics import loss_apart
 from hf_pipetransformer.training.needs import (
     LEFT_TO_TRAINER,
     check_trained_model,
@@ -405,7 +405,7 @@ def _loss(trainer: Trainer, shell: PipelineShell, inputs: dict[str, Any], num_it
     device = next(trainer.model.parameters()).device  # A model too large for the device is still on the CPU here.
     passes = "labels" in inputs and trainer_compat.takes_num_items(trainer)
     items = torch.tensor(num_items, device=device) if passes else None
-    with discard_metrics(trainer), trl_compat.reading_reference(trainer, inputs):
+    with loss_apart(trainer), trl_compat.reading_reference(trainer, inputs):
         loss: torch.Tensor = trainer.compute_loss(shell, _copied(inputs), num_items_in_batch=items)
     return loss
 
@@ -435,7 +435,7 @@ def _numbers_of(outputs: Any) -> list[torch.Tensor]:
 def _shape_without_rows(
     trainer: Trainer, shell: PipelineShell, ignored: list[str] | None, inputs: dict[str, Any]
 ) -> str | None:
-    with discard_metrics(trainer):
+    with loss_apart(trainer):
         return shape_without_rows(trainer, shell, _copied(inputs), ignored)
 
 

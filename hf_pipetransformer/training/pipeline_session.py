@@ -406,7 +406,7 @@ class PipelineSession(PipelineBuilder):
             return
         # Trainer adds this batch's tokens to a count that is the same on all ranks: only the difference is summed.
         before = trainer.state.num_input_tokens_seen
-        with trainer.accelerator.gathering_nothing():
+        with trainer.accelerator.as_one_process():
             yield self.counts_inputs
         own = trainer.state.num_input_tokens_seen - before
         trainer.state.num_input_tokens_seen = before + sum(self.context.topology.gather(own))

@@ -219,7 +219,7 @@ class Steps(ABC):
         watching = self.context.gains.watching
 
         def forward(micro_batch: dict[str, Any]) -> torch.Tensor:
-            reads = nullcontext() if reference is None else trl_compat.reading_reference(trainer, micro_batch)
+            reads = trl_compat.reading_reference(trainer, micro_batch)
             with trainer.compute_loss_context_manager(), self.metrics.record_part(micro_batch), reads, watching():
                 loss: torch.Tensor = trainer.compute_loss(shell, micro_batch, num_items_in_batch=num_items)
             return loss

@@ -32,7 +32,7 @@ from hf_pipetransformer.engine.losses import (
 from hf_pipetransformer.report import logger
 from hf_pipetransformer.runtime.execution import LoaderBatch, StageRunner
 from hf_pipetransformer.runtime.joining import BatchesDifferError, ReplicaJoin, join_parts
-from hf_pipetransformer.training.metrics import MetricAccumulator, discard_metrics
+from hf_pipetransformer.training.metrics import MetricAccumulator, loss_apart
 from hf_pipetransformer.training.steps import StepBatches, Steps
 
 
@@ -151,7 +151,7 @@ class LossCheck:
         if not groups.is_last:
             return
         replicas = ReplicaJoin(groups, stage.settings.probe.placeholders) if groups.num_replicas > 1 else None
-        with discard_metrics(self.context.trainer), self._keeping_random_numbers(), self._without_dropout():
+        with loss_apart(self.context.trainer), self._keeping_random_numbers(), self._without_dropout():
             try:
                 found = self._parts_and_whole(batch, entered, replicas)
             except BatchesDifferError:  # On every replica: texts of other lengths, whose mean does not depend on them.
