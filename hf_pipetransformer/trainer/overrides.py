@@ -214,7 +214,6 @@ class EvaluationOverrides(_Trainer):
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """Run one evaluation batch; returns the global batch's loss, repeated for each of this replica's samples."""
         evaluation = self.pipeline_run.pipelined.evaluations.present
-        given = evaluation.noted(inputs)
         method = getattr(super().prediction_step, "__func__", None)
         may_generate = method is Seq2SeqTrainer.prediction_step
         reads_loss_only = prediction_loss_only or (may_generate and trainer_compat.generates(self))
@@ -222,8 +221,7 @@ class EvaluationOverrides(_Trainer):
         is_known = may_generate or method is Trainer.prediction_step
         with evaluation.running(inputs, reads_loss_only and is_known, ignore_keys) as batch:
             loss, logits, labels = super().prediction_step(model, batch, prediction_loss_only, *args, **kwargs)
-        count = trainer_compat.items_of if evaluation.told_num_items else trainer_compat.items_of_own_mean
-        return evaluation.global_loss(loss, count(self, given), given.size), logits, labels
+        return evaluation.global_loss(loss), logits, labels
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         """Return a data set of DPOTrainer with what the reference says of it, computed on the stages.

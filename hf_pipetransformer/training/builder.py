@@ -158,7 +158,7 @@ class PipelineBuilder:
         if is_training and trainer_compat.has_plain_loss(trainer) and (why := why_nothing_trains(trainer)):
             raise ValueError(why)
         if self._overrode_loss_kwargs:
-            trainer_compat.pass_num_items(trainer, True)  # Undo the override below; the model may be another one now.
+            trainer.model_accepts_loss_kwargs = True  # As it was before; the model may be another one now.
             self._overrode_loss_kwargs = False
         scope = self._scope_of_loss()
         # A script may have replaced the arguments since the trainer was made.
@@ -302,7 +302,7 @@ class PipelineBuilder:
         trainer, args = self.context.trainer, self.context.args
         was_divided = trainer_compat.is_divided(trainer, start_up.samples.get("labels"))
         self._overrode_loss_kwargs = bool(trainer.model_accepts_loss_kwargs)
-        trainer_compat.pass_num_items(trainer, False)
+        trainer.model_accepts_loss_kwargs = False
         adds_up = was_divided and not trainer_compat.is_divided(trainer, None)
         if adds_up and is_training and args.gradient_accumulation_steps > 1 and self.context.topology.rank == 0:
             logger.warning(

@@ -85,9 +85,7 @@ class MetricAccumulator:
         """Start the next batch, and count its tokens if asked to: its parts overlap, so they cannot be counted."""
         self._batch += 1
         self._rows_per_sample = inputs.rows
-        if trl_compat.metrics(self.context.trainer) is None:
-            return
-        if counts_tokens and inputs and trl_compat.num_tokens_read(self.context.trainer) is not None:
+        if counts_tokens and inputs and trl_compat.metrics(self.context.trainer) is not None:
             mask, tokens = inputs.get("attention_mask"), inputs.get("input_ids")
             num_tokens = int(mask.sum()) if mask is not None else 0 if tokens is None else tokens.numel()
             trl_compat.count_tokens_read(self.context.trainer, num_tokens)

@@ -71,11 +71,6 @@ class Steps(ABC):
         return main_input_of(self.trainer.model)
 
     @cached_property
-    def _counts_tokens(self) -> bool:
-        # One rank per pipeline: the others have copies of what it reads.
-        return self.pipeline.stage.groups.is_first
-
-    @cached_property
     def _reference(self) -> Forward | None:
         return trl_compat.reference(self.trainer, self.pipeline.shell)
 
@@ -202,7 +197,8 @@ class Steps(ABC):
         if args.torch_empty_cache_steps and trainer.state.global_step % args.torch_empty_cache_steps == 0:
             clear_device_cache()
 
-        self.metrics.begin_batch(batch, counts_tokens=self._counts_tokens)
+        # One rank per pipeline counts tokens: the others have copies of what it reads.
+        self.metrics.begin_batch(batch, counts_tokens=pipeline.stage.groups.is_first)
         return self._loader_batch(batch, number, step, num_items, write)
 
     def loss_of_all(self, loss: torch.Tensor) -> torch.Tensor:
