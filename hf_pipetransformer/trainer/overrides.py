@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
@@ -12,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 from transformers import Seq2SeqTrainer, Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, PredictionOutput, TrainOutput
+from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
 from hf_pipetransformer.comm.groups import let_group_threads_finish
 from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.data.loader import Request, note_request
 from hf_pipetransformer.options.refusals import check_dataset
 from hf_pipetransformer.report.origin import outcome_of
-from hf_pipetransformer.state.saving import rotate, writing
 
 
 if TYPE_CHECKING:
@@ -55,11 +53,13 @@ _Trainer: Any = object
 
 
 @left_to_trainer
-class TrainingOverrides(_Trainer):
-    """Methods of Trainer's training."""
+class PipelineOverrides(_Trainer):
+    """Methods of Trainer that a pipeline replaces."""
 
     pipeline_run: Session
     args: PipeTransformerArguments
+
+    # ---- training ----
 
     # Refused at once: backends swallow what a trial raises, and the flag that Trainer sets for them outlives an error.
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
@@ -159,13 +159,7 @@ class TrainingOverrides(_Trainer):
         )
         return output
 
-
-@left_to_trainer
-class EvaluationOverrides(_Trainer):
-    """Methods that make loaders, evaluate and predict."""
-
-    pipeline_run: Session
-    args: PipeTransformerArguments
+    # ---- loaders, evaluation and prediction ----
 
     # The accelerator, which prepares every loader, is not told what it is for.
     def _get_dataloader(
@@ -240,32 +234,7 @@ class EvaluationOverrides(_Trainer):
         as_in_trainer = partial(super()._get_num_items_in_batch, batch_samples, device)
         return self.pipeline_run.pipelined.evaluations.present.num_items_told(batch_samples, as_in_trainer, device)
 
-
-class CheckpointOverride(_Trainer):
-    """The method around a checkpoint, which also protects those of runs that are left to Trainer."""
-
-    pipeline_run: Session
-
-    # From the first file of a checkpoint to the last the folder is marked incomplete: `on_save` comes after.
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        run, step = self.pipeline_run, self.state.global_step
-        # No checkpoint without a look at what its steps have read.
-        run.stored_parts.serving.check_thoroughly()
-        folder = os.path.join(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{step}")
-        own = None if run.is_left_to_trainer else run.pipelined.training.checkpoints
-        with (
-            writing(folder, run.context, own) as complete,
-            trainer_compat.ending_checkpoints_with(self, complete, partial(rotate, step=step)),
-        ):
-            super()._save_checkpoint(model, trial)
-
-
-@left_to_trainer
-class SavingOverrides(_Trainer):
-    """Methods that save and load models and checkpoints."""
-
-    pipeline_run: Session
-    args: PipeTransformerArguments
+    # ---- models and checkpoints, saved and loaded ----
 
     # Callable at any time, also without a checkpoint, while each rank has one stage.
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

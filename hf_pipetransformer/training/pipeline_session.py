@@ -378,12 +378,15 @@ class PipelineSession(PipelineBuilder):
             self.weights.give_back()
 
     def before_callbacks(self) -> None:
-        """Correct the epoch that Trainer counts, see `StepEnds`."""
+        """Correct the epoch that Trainer has just counted."""
         if self.training.resumption is not None:
             self.training.resumption.correct_epoch()
 
     def after_callbacks(self, control: TrainerControl) -> None:
-        """Finish a step, see `StepEnds`. Collective: call on every rank."""
+        """Finish a step, also at the end of an epoch: Trainer logs, evaluates and saves next, as `control` says.
+
+        Collective: call on every rank.
+        """
         self.signals.after_step(control)
         logs = control.should_log and trainer_compat.has_unlogged_steps(self.context.trainer)
         self.training.end_step(logs, control.should_evaluate or control.should_save)
