@@ -104,14 +104,21 @@ def seed_on_host(of_python: int, of_numpy: int, of_torch: int) -> None:
 
 
 @contextmanager
-def drawing_with(seed: int, device: torch.device) -> Iterator[None]:
-    """Draw the numbers of a seed inside the context; the generators get their own states back at the end."""
+def random_state_kept(device: torch.device) -> Iterator[None]:
+    """Give the generators of the host and of one device their states back at the end of the context."""
     own = random_state(device)
-    set_seed(seed)
     try:
         yield
     finally:
         set_random_state(*own, device)
+
+
+@contextmanager
+def drawing_with(seed: int, device: torch.device) -> Iterator[None]:
+    """Draw the numbers of a seed inside the context; the generators get their own states back at the end."""
+    with random_state_kept(device):
+        set_seed(seed)
+        yield
 
 
 @contextmanager

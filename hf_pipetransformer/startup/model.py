@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -11,13 +10,13 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_pipetransformer.data.batches import SampleBatch
 from hf_pipetransformer.data.effects import modes_kept
+from hf_pipetransformer.data.rng import random_state_kept
 from hf_pipetransformer.engine.losses import LossRule, LossScope
 from hf_pipetransformer.options.refusals import keeps_statistics
 from hf_pipetransformer.schedules.placement import block_of
@@ -225,12 +224,9 @@ def undisturbed(model: nn.Module, is_training: bool = False) -> Iterator[None]:
         module: (vars(module).copy(), {name: vars(module)[name].copy() for name in _PARTS if name in vars(module)})
         for module in model.modules()
     }
-    python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
-        device = next(model.parameters()).device
-        # Only the model's own GPU: by default the states of all GPUs are copied, which allocates memory on each.
-        devices = [device] if device.type == "cuda" else []
-        with modes_kept(own), torch.random.fork_rng(devices=devices):
+        # Of the model's own GPU alone: the states of all GPUs would allocate memory on each.
+        with modes_kept(own), random_state_kept(next(model.parameters()).device):
             put_in_evaluation_mode(model)
             model.training = is_training
             with attributes_kept(model):
@@ -244,9 +240,6 @@ def undisturbed(model: nn.Module, is_training: bool = False) -> Iterator[None]:
                 attributes[name].clear()
                 attributes[name].update(part)
         raise
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Trainer
+from transformers.trainer_utils import has_length
 
 from hf_pipetransformer.comm.errors import LossDoesNotDecomposeError
 from hf_pipetransformer.comm.topology import check_agreement
@@ -213,7 +214,7 @@ class PipelineBuilder:
                     has_reference=trl_compat.reference(trainer, shell) is not None,
                     scope=scope,
                     rule=LossRule.SUM if is_sum else LossRule.MEAN,
-                    shape_without_rows=partial(_shape_without_rows, trainer, shell, ignored),
+                    shape_without_rows=partial(shape_without_rows, trainer, shell, ignored),
                     why_whole_head=why_whole,
                     # A loss may make others of the labels than the model takes.
                     without_labels=None if has_loss else partial(_outputs, trainer, shell, trainer.label_names),
@@ -396,8 +397,9 @@ def _check_data(context: TrainingContext, request: Request, is_training: bool) -
         raise ValueError(f"{what} needs a data set: pass {'train' if is_training else 'eval'}_dataset.")
     check_dataset(request.dataset, what.lower())
     # Before the next check: where one rank alone has no samples, only that rank would end, and the others would wait.
-    check_agreement(context.topology, "data set", {"number of samples": _length(request.dataset)})
-    if _length(request.dataset) == 0:
+    length = len(request.dataset) if has_length(request.dataset) else None
+    check_agreement(context.topology, "data set", {"number of samples": length})
+    if length == 0:
         raise ValueError(f"The {what.lower()} data set has no samples: expected at least one.")
 
 
@@ -432,20 +434,6 @@ def _numbers_of(outputs: Any) -> list[torch.Tensor]:
     return [value for value in found if value.is_floating_point()]
 
 
-def _shape_without_rows(
-    trainer: Trainer, shell: PipelineShell, ignored: list[str] | None, inputs: dict[str, Any]
-) -> str | None:
-    with loss_apart(trainer):
-        return shape_without_rows(trainer, shell, _copied(inputs), ignored)
-
-
 def _copied(inputs: dict[str, Any]) -> SampleBatch:
     """Copy the tensors of a batch for the model: it runs many times, and a model may modify it in place."""
     return SampleBatch.of(inputs).mapped(torch.Tensor.clone)
-
-
-def _length(dataset: Any) -> int | None:
-    try:
-        return len(dataset)
-    except TypeError:
-        return None

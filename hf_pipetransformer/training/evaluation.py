@@ -21,7 +21,7 @@ from hf_pipetransformer.engine.losses import LossScope
 from hf_pipetransformer.runtime.execution import LoaderBatch
 from hf_pipetransformer.runtime.messages import only_loss, without_rows
 from hf_pipetransformer.splitters.base import main_input_of
-from hf_pipetransformer.training.metrics import MetricAccumulator, on_first_rank
+from hf_pipetransformer.training.metrics import MetricAccumulator, loss_apart, on_first_rank
 
 
 if TYPE_CHECKING:
@@ -338,7 +338,7 @@ def has_rows(tensor: torch.Tensor, num_samples: int) -> bool:
     return tensor.dim() > 0 and len(tensor) == num_samples
 
 
-def shape_without_rows(trainer: Trainer, model: Any, batch: SampleBatch, ignored: list[str] | None) -> str | None:
+def shape_without_rows(trainer: Trainer, model: Any, ignored: list[str] | None, batch: SampleBatch) -> str | None:
     """Return the shape of the first tensor that evaluations of a training gather and that has no row for each sample.
 
     None if there is none, or if it takes an evaluation to know: it reads the loss alone, generates, or runs code of
@@ -362,8 +362,9 @@ def shape_without_rows(trainer: Trainer, model: Any, batch: SampleBatch, ignored
         return tensor
 
     # What raises here raises in the evaluation, with its own cause.
-    with suppress(Exception), torch.no_grad():
-        _, outputs = trainer.compute_loss(model, dict(batch), return_outputs=True)
+    with loss_apart(trainer), suppress(Exception), torch.no_grad():
+        # Copies, as a model may change its inputs in place.
+        _, outputs = trainer.compute_loss(model, dict(batch.mapped(torch.Tensor.clone)), return_outputs=True)
         read = trainer_compat.preprocessed(trainer, lambda logits, _labels: logits, ignored, outputs, batch)
         recursively_apply(look, read["preprocessed"])
     return found[0] if found else None
