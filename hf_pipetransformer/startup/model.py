@@ -118,8 +118,14 @@ class ProbeTarget:
     def device(self) -> torch.device:
         return self.parameters[0].device
 
-    def view(self, structure: Structure) -> StageView:
-        return StageView(self.model, self.splitter, structure)
+    @contextmanager
+    def view(self, structure: Structure) -> Iterator[StageView]:
+        """Yield a view of the model's stages, which leaves the model as it was."""
+        view = StageView(self.model, self.splitter, structure)
+        try:
+            yield view
+        finally:
+            view.remove()
 
 
 def run_stage(
