@@ -386,7 +386,7 @@ def alone_reads_outputs(trainer: Trainer) -> bool:
 
 @contextmanager
 def with_attributes(holder: Any, values: dict[str, Any]) -> Iterator[None]:
-    """Set attributes of a trainer or a module inside. A method among them hides that of the class."""
+    """Set attributes of an object inside, whatever becomes of them there. A method among them hides the class's."""
     own = vars(holder)
     # Only what the instance itself has: what the class has shows again as soon as ours is deleted.
     before = {name: own[name] for name in values if name in own}

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from hf_pipetransformer.compat.trainer_compat import with_attributes
 from hf_pipetransformer.data.batches import SampleBatch
 from hf_pipetransformer.data.effects import modes_kept
 from hf_pipetransformer.data.rng import random_state_kept
@@ -346,14 +347,10 @@ def _few_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 @contextmanager
 def _without_autocast() -> Iterator[None]:
-    switch = torch.set_autocast_enabled
-    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-        # A user's loss may enter its own autocast context: replacing the switch keeps that from taking effect.
-        torch.set_autocast_enabled = lambda *_: None
-        try:
-            yield
-        finally:
-            torch.set_autocast_enabled = switch
+    # A user's loss may enter its own autocast context: replacing the switch keeps that from taking effect.
+    switch = {"set_autocast_enabled": lambda *_: None}
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), with_attributes(torch, switch):
+        yield
 
 
 @contextmanager

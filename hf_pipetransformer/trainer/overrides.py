@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -306,19 +306,13 @@ class PipelineAccelerator(Accelerator):
         """Gather from all ranks; inside `as_one_process`, return what is given."""
         return tensor if self._gathers_nothing else super().gather(tensor)
 
-    @contextmanager
-    def as_one_process(self, gathers: bool = False) -> Iterator[None]:
+    def as_one_process(self, gathers: bool = False) -> AbstractContextManager[None]:
         """Wrap code of Trainer or TRL that computes what one process would, but that only some ranks run.
 
         With `gathers`, code of the script's that all ranks run may gather inside.
         """
         # Such contexts nest: a loss that is discarded may lie within the part of a batch.
-        outer = self._is_alone, self._gathers_nothing
-        self._is_alone, self._gathers_nothing = True, not gathers
-        try:
-            yield
-        finally:
-            self._is_alone, self._gathers_nothing = outer
+        return trainer_compat.with_attributes(self, {"_is_alone": True, "_gathers_nothing": not gathers})
 
     def end_training(self) -> None:
         """Leave the process group, once the threads of the pipeline's own groups have ended."""

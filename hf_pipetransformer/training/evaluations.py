@@ -72,12 +72,9 @@ class Evaluations:
         makes_loader = self.run.num_stages == 1 and trainer_compat.is_overridden(trainer, method)
         awaits_loader = makes_loader or trainer_compat.is_overridden(trainer, "evaluate")
         # Calls nest: a callback or `compute_metrics` may evaluate or predict inside of an evaluation.
-        outer, self._is_metrics_only = self._is_metrics_only, is_metrics_only
-        try:
-            with self._up(None if awaits_loader else self._request(dataset)):
-                yield
-        finally:
-            self._is_metrics_only = outer
+        kind = trainer_compat.with_attributes(self, {"_is_metrics_only": is_metrics_only})
+        with kind, self._up(None if awaits_loader else self._request(dataset)):
+            yield
 
     def generate(self, inputs: Any, options: dict[str, Any]) -> Any:
         """See `PipeTransformerMixin.generate`."""
