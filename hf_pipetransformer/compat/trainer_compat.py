@@ -12,8 +12,8 @@ modules of other libraries is here:
   in an evaluation each replica has another number of samples, the last stage preprocesses micro-batch by micro-batch,
   rank 0 may compute the metrics, and a loss that is not the model's own runs inside of each stage. Way out: none
   needed: all are restored after each evaluation.
-- `Trainer.model_accepts_loss_kwargs` (`pass_num_items`): the model accepts `num_items_in_batch` and ignores it. Way
-  out: transformers#47688.
+- `Trainer.model_accepts_loss_kwargs` (`training/builder.py`): the model accepts `num_items_in_batch` and ignores it.
+  Way out: transformers#47688.
 - `Trainer._tr_loss` and its counts (`restore_loss`, `_finalize_training`): unlogged loss of a resumed run; the mean
   over all ranks. Way out: Trainer saving them in its state.
 - `Trainer.callback_handler`, `JITCheckpointCallback.jit_manager` (`training/callbacks.py`): callbacks get the whole
@@ -109,16 +109,12 @@ def preparation(trainer: Trainer) -> Callable[[dict[str, Any]], dict[str, Any]]:
     # A method of the user's gets what Trainer would give it: the batch as it was collated.
     if _has_users_preparation(trainer):
         return trainer._prepare_inputs
-    return partial(_prepare if is_compiled else _prepare_with_mask, trainer)
+    return partial(_prepare, trainer, not is_compiled)
 
 
 def sent(trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
     """Copy a batch to the device without blocking, where Trainer's preparation would block for each tensor."""
-    return inputs if _has_users_preparation(trainer) else _sent(trainer, inputs)
-
-
-def _sent(trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
-    if not is_apart(trainer.args.device):
+    if _has_users_preparation(trainer) or not is_apart(trainer.args.device):
         return inputs
     copied: dict[str, Any] = send_to_device(inputs, trainer.args.device, non_blocking=True)
     return copied
@@ -128,13 +124,9 @@ def _has_users_preparation(trainer: Trainer) -> bool:
     return is_overridden(trainer, "_prepare_inputs") or is_overridden(trainer, "_prepare_input")
 
 
-def _prepare(trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
-    prepared: dict[str, Any] = trainer._prepare_inputs(_sent(trainer, inputs))
-    return prepared
-
-
-def _prepare_with_mask(trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
-    moved, mask = _prepare(trainer, inputs), inputs.get(_MASK)
+def _prepare(trainer: Trainer, knows_mask: bool, inputs: dict[str, Any]) -> dict[str, Any]:
+    moved: dict[str, Any] = trainer._prepare_inputs(sent(trainer, inputs))
+    mask = inputs.get(_MASK) if knows_mask else None
     # In each forward transformers' mask functions ask if the mask is all ones, and the host would wait for the device.
     if isinstance(mask, torch.Tensor) and not is_apart(mask.device) and is_apart(moved[_MASK].device):
         return {**moved, _MASK: KnownMask.of(moved[_MASK], mask)}
@@ -262,7 +254,6 @@ def generates(trainer: Trainer) -> bool:
 _NOT_CALLED_BELOW = (
     "training_step",
     "get_batch_samples",
-    "get_total_train_batch_size",
     "_clip_grad_norm",
     "_get_num_items_in_batch",
     "_load_from_checkpoint",
@@ -395,7 +386,7 @@ def alone_reads_outputs(trainer: Trainer) -> bool:
 
 @contextmanager
 def with_attributes(holder: Any, values: dict[str, Any]) -> Iterator[None]:
-    """Set attributes of a trainer or a module inside. A method among them hides that of the class."""
+    """Set attributes of an object inside, whatever becomes of them there. A method among them hides the class's."""
     own = vars(holder)
     # Only what the instance itself has: what the class has shows again as soon as ours is deleted.
     before = {name: own[name] for name in values if name in own}
@@ -433,11 +424,6 @@ def preprocessed(
     elif len(labels) == 1:
         (labels,) = labels
     return {**loss, "preprocessed": preprocess(logits[0] if len(logits) == 1 else logits, labels)}
-
-
-def pass_num_items(trainer: Trainer, passes: bool) -> None:
-    """Let Trainer pass `num_items_in_batch` to the model or not, and divide the loss itself where it does not."""
-    trainer.model_accepts_loss_kwargs = passes
 
 
 class SelfFilteringLoss(torch.Tensor):

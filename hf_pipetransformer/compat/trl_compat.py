@@ -6,8 +6,8 @@ What the package sets on their objects is in the list of `trainer_compat`. TRL i
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import datasets
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
+from hf_pipetransformer.compat.trainer_compat import with_attributes
 from hf_pipetransformer.data.batches import IGNORED_LABEL, SampleBatch
 from hf_pipetransformer.splitters.adapters import bare_model
 
@@ -111,15 +112,10 @@ def count_tokens_read(trainer: Trainer, num: int) -> None:
         trainer._total_train_tokens += num
 
 
-@contextmanager
-def kept_token_count(trainer: Trainer) -> Iterator[None]:
+def kept_token_count(trainer: Trainer) -> AbstractContextManager[None]:
     """Restore the count of `num_tokens_read` on exit."""
     count = num_tokens_read(trainer)
-    try:
-        yield
-    finally:
-        if count is not None:
-            trainer._total_train_tokens = count
+    return with_attributes(trainer, {} if count is None else {"_total_train_tokens": count})
 
 
 # ---- the frozen reference of DPOTrainer ----
@@ -165,17 +161,10 @@ def with_reference(trainer: Trainer, shell: nn.Module, batch: SampleBatch) -> Sa
     return batch | reference_entries(trainer, shell, dict(batch)) if has_reference(trainer) else batch
 
 
-@contextmanager
-def reading_reference(trainer: Any, inputs: Mapping[str, Any]) -> Iterator[None]:
+def reading_reference(trainer: Trainer, inputs: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Make the loss read the reference's log-probabilities from the batch, if they are there, and run no reference."""
-    if not has_reference(trainer) or is_precomputed(trainer) or _REFERENCE[0] not in inputs:
-        yield
-        return
-    trainer.precompute_ref_logps = True
-    try:
-        yield
-    finally:
-        trainer.precompute_ref_logps = False
+    are_there = has_reference(trainer) and not is_precomputed(trainer) and _REFERENCE[0] in inputs
+    return with_attributes(trainer, {"precompute_ref_logps": True} if are_there else {})
 
 
 def precompute_reference(trainer: Any) -> None:

@@ -104,14 +104,21 @@ def seed_on_host(of_python: int, of_numpy: int, of_torch: int) -> None:
 
 
 @contextmanager
-def drawing_with(seed: int, device: torch.device) -> Iterator[None]:
-    """Draw the numbers of a seed inside the context; the generators get their own states back at the end."""
+def random_state_kept(device: torch.device) -> Iterator[None]:
+    """Give the generators of the host and of one device their states back at the end of the context."""
     own = random_state(device)
-    set_seed(seed)
     try:
         yield
     finally:
         set_random_state(*own, device)
+
+
+@contextmanager
+def drawing_with(seed: int, device: torch.device) -> Iterator[None]:
+    """Draw the numbers of a seed inside the context; the generators get their own states back at the end."""
+    with random_state_kept(device):
+        set_seed(seed)
+        yield
 
 
 @contextmanager
@@ -192,13 +199,12 @@ def generators_kept(*holders: Any) -> Iterator[None]:
     generators = Generators(holders)
     # The user's code may draw on GPUs; saving their states must not initialize one that is not in use.
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
-    states, own = random_state(), generators.states()
+    own = generators.states()
     try:
-        # It keeps the states of GPUs.
-        with torch.random.fork_rng(devices=devices):
+        # The second keeps the states of GPUs.
+        with random_state_kept(CPU), torch.random.fork_rng(devices=devices):
             yield
     finally:
-        set_random_state(*states)
         generators.restore(own)
         # As it was before, or the run would draw from a generator that this trial has created and advanced.
         for owner, name in generators.created():

@@ -351,9 +351,10 @@ class PipeTransformerArguments(TrainingArguments, _KnownNames):
     )
 
     # Without annotations these are no dataclass fields, hence no options. They record that a trainer of this library
-    # uses the arguments, that it recomputes in place of activation_checkpointing, and that the script gave plain
-    # TrainingArguments.
+    # uses the arguments, that its constructor runs and stages come (each rank moves its own to its device), that it
+    # recomputes in place of activation_checkpointing, and that the script gave plain TrainingArguments.
     is_taken = False
+    is_on_stages = False
     recomputes_for_trainer = False
     was_plain = False
 
@@ -445,13 +446,13 @@ class PipeTransformerArguments(TrainingArguments, _KnownNames):
 
     @property
     def place_model_on_device(self) -> bool | None:
-        """None, for Trainer's default.
+        """False if each rank moves its stage to its device, else None, for Trainer's default.
 
         Every Trainer reads it in its constructor: the place to warn that a plain one ignores the pipeline's options.
         """
         if not self.is_taken:
             logger.warning(_NO_PIPELINE)
-        return None
+        return False if self.is_on_stages else None
 
     @property
     def pipeline_size(self) -> int | None:

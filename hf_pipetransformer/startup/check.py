@@ -235,7 +235,7 @@ def share_of_media(target: ProbeTarget, structure: Structure) -> float:
     frozen = [] if structure.media is None else [*structure.media.frozen.values()]
     if not frozen:
         return 0.0
-    view, counter, spent = target.view(structure), _flop_counter(), list[int]()
+    counter, spent = _flop_counter(), list[int]()
 
     def noting(sign: int) -> Callable[..., None]:
         return lambda *_: spent.append(sign * counter.get_total_flops())
@@ -243,10 +243,9 @@ def share_of_media(target: ProbeTarget, structure: Structure) -> float:
     hooks = [module.register_forward_pre_hook(noting(-1)) for module in frozen]
     hooks += [module.register_forward_hook(noting(1)) for module in frozen]
     try:
-        with counter:
+        with counter, target.view(structure) as view:
             run_stage(view, range(1), None, partial(target.loss, dict(target.inputs)))
     finally:
-        view.remove()
         for hook in hooks:
             hook.remove()
     return sum(spent) / max(1, counter.get_total_flops())
@@ -264,10 +263,9 @@ def run_stages(
     Returns:
         Each stage's output, the loss last, and the forward FLOPs by block, each stage's at its first block.
     """
-    view, flops = target.view(structure), [0.0] * structure.num_blocks
-    received, gradient = None, None
+    flops, received, gradient = [0.0] * structure.num_blocks, None, None
     done: list[tuple[range, torch.Tensor | None, torch.Tensor]] = []
-    try:
+    with target.view(structure) as view:
         for start, end in pairwise(target.twin.cut_positions(structure, of_stages)):
             given = dict(target.inputs if received is None else later_inputs)
             with _flop_counter() as counter:
@@ -282,15 +280,12 @@ def run_stages(
                 with view.backward_of(blocks, received):
                     torch.autograd.backward(output, gradient)
             gradient = None if received is None else received.grad
-    finally:
-        view.remove()
     return [output.detach() for _, _, output in done], flops
 
 
 def _padding_multiple(target: ProbeTarget, structure: Structure, hidden_shape: tuple[int, ...]) -> int:
     """Return the multiple that the model pads sequences to: 1 if it does not pad, 0 if lengths follow another rule."""
     length = target.inputs[target.main_input].shape[1]
-    view = target.view(structure)
 
     def length_for(tokens: int) -> int | None:
         """Return the activation's length for sequences of `tokens` tokens; None if the model does not take them."""
@@ -299,15 +294,13 @@ def _padding_multiple(target: ProbeTarget, structure: Structure, hidden_shape: t
         else:
             given = target.inputs.mapped(lambda value: _of_length(value, length, tokens))
         try:
-            with torch.no_grad():
+            with torch.no_grad(), target.view(structure) as view:
                 hidden = run_stage(view, range(1), None, lambda: target.loss(given))
         # They say nothing of the lengths that the model takes.
         except (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except Exception:
             return None  # For example, a model of one length that says so.
-        finally:
-            view.remove()
         return hidden.shape[1] if hidden.dim() > 1 else None
 
     found, other = hidden_shape[1] if len(hidden_shape) > 1 else 0, max(1, length - 1)

@@ -33,6 +33,7 @@ from hf_pipetransformer.startup.model import ProbeTarget, gradients_discarded, r
 if TYPE_CHECKING:
     from hf_pipetransformer.comm.topology import Topology
     from hf_pipetransformer.splitters.structure import Structure
+    from hf_pipetransformer.splitters.view import StageView
     from hf_pipetransformer.startup.twin import ProbeSubmodel
 
 
@@ -126,9 +127,9 @@ def profile_blocks(target: ProbeTarget, structure: Structure, num_repeats: int =
     forward, backward, edge_backward, saved, working = ([0.0] * num_blocks for _ in range(5))
     profile = BlockProfile(forward, backward, edge_backward, saved, working_bytes=working, num_samples=size)
     profile.table = kept_back(target, structure)
-    runner = _Runner(target, structure, num_repeats)
     alone = blocks_run_alone(target.twin, structure)
-    try:
+    with target.view(structure) as view:
+        runner = _Runner(target, view, num_repeats)
         # On a GPU that computes a block faster than Python launches it, the code around blocks takes as long as one.
         profile.passing = runner.time(range(1, 1), runner.hidden_before(1), needs_input_gradient=True)
         for start, end in pairwise(cuts):
@@ -147,8 +148,6 @@ def profile_blocks(target: ProbeTarget, structure: Structure, num_repeats: int =
                 saved[block], working[block] = saved_bytes / size, working_bytes / size
             if hidden is not None:
                 profile.boundary_bytes = hidden.numel() * hidden.element_size() / size
-    finally:
-        runner.view.remove()
     return profile
 
 
@@ -199,11 +198,11 @@ def blocks_run_alone(twin: ProbeSubmodel, structure: Structure) -> dict[int, lis
 class _Runner:
     """Runs of some blocks alone, timed."""
 
-    def __init__(self, target: ProbeTarget, structure: Structure, num_repeats: int) -> None:
+    def __init__(self, target: ProbeTarget, view: StageView, num_repeats: int) -> None:
         self.target = target
-        self.view = target.view(structure)
+        self.view = view
         self.num_repeats = num_repeats
-        self._kept = EmbeddingGradients(embeddings_of(target.model, structure.layers))
+        self._kept = EmbeddingGradients(embeddings_of(target.model, view.structure.layers))
 
     def stages(self, cuts: Sequence[int]) -> Iterator[tuple[range, torch.Tensor | None]]:
         """Yield the blocks between cuts with the activation that enters them, which the blocks below have computed."""
@@ -328,28 +327,26 @@ def count_blocks(
     """
     operations = [0] * structure.num_blocks
     saved, working = [0.0] * structure.num_blocks, [0.0] * structure.num_blocks
-    size, runner = target.inputs.size, _Runner(target, structure, num_repeats=0)
+    size = target.inputs.size
 
-    def count(blocks: range, hidden: torch.Tensor | None) -> int:
+    def count(runner: _Runner, blocks: range, hidden: torch.Tensor | None) -> int:
         before = num_casts()
         with _LiveBytes() as live:
             runner._run(blocks, hidden)
         return live.num_operations + num_casts() - before
 
-    try:
-        around = 0
+    with target.view(structure) as view:
+        runner, around = _Runner(target, view, num_repeats=0), 0
         for blocks, hidden in runner.stages(target.twin.cut_positions(structure)):
             # No block at all, which takes an activation to pass on.
             if around == 0 and hidden is not None:
-                around = count(range(blocks.start, blocks.start), hidden)
-            operations[blocks.start] = count(blocks, hidden)
+                around = count(runner, range(blocks.start, blocks.start), hidden)
+            operations[blocks.start] = count(runner, blocks, hidden)
             whole = runner.saved_bytes(blocks, hidden, copies)
             saved[blocks.start], working[blocks.start] = (
                 whole / size,
                 runner.working_bytes(blocks, hidden, whole) / size,
             )
-    finally:
-        runner.view.remove()
     return around, [max(0, number - around) for number in operations], saved, working
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -11,13 +10,14 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from hf_pipetransformer.compat.trainer_compat import with_attributes
 from hf_pipetransformer.data.batches import SampleBatch
 from hf_pipetransformer.data.effects import modes_kept
+from hf_pipetransformer.data.rng import random_state_kept
 from hf_pipetransformer.engine.losses import LossRule, LossScope
 from hf_pipetransformer.options.refusals import keeps_statistics
 from hf_pipetransformer.schedules.placement import block_of
@@ -119,8 +119,14 @@ class ProbeTarget:
     def device(self) -> torch.device:
         return self.parameters[0].device
 
-    def view(self, structure: Structure) -> StageView:
-        return StageView(self.model, self.splitter, structure)
+    @contextmanager
+    def view(self, structure: Structure) -> Iterator[StageView]:
+        """Yield a view of the model's stages, which leaves the model as it was."""
+        view = StageView(self.model, self.splitter, structure)
+        try:
+            yield view
+        finally:
+            view.remove()
 
 
 def run_stage(
@@ -225,12 +231,9 @@ def undisturbed(model: nn.Module, is_training: bool = False) -> Iterator[None]:
         module: (vars(module).copy(), {name: vars(module)[name].copy() for name in _PARTS if name in vars(module)})
         for module in model.modules()
     }
-    python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
-        device = next(model.parameters()).device
-        # Only the model's own GPU: by default the states of all GPUs are copied, which allocates memory on each.
-        devices = [device] if device.type == "cuda" else []
-        with modes_kept(own), torch.random.fork_rng(devices=devices):
+        # Of the model's own GPU alone: the states of all GPUs would allocate memory on each.
+        with modes_kept(own), random_state_kept(next(model.parameters()).device):
             put_in_evaluation_mode(model)
             model.training = is_training
             with attributes_kept(model):
@@ -244,9 +247,6 @@ def undisturbed(model: nn.Module, is_training: bool = False) -> Iterator[None]:
                 attributes[name].clear()
                 attributes[name].update(part)
         raise
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
 
 
 @contextmanager
@@ -347,14 +347,10 @@ def _few_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 @contextmanager
 def _without_autocast() -> Iterator[None]:
-    switch = torch.set_autocast_enabled
-    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-        # A user's loss may enter its own autocast context: replacing the switch keeps that from taking effect.
-        torch.set_autocast_enabled = lambda *_: None
-        try:
-            yield
-        finally:
-            torch.set_autocast_enabled = switch
+    # A user's loss may enter its own autocast context: replacing the switch keeps that from taking effect.
+    switch = {"set_autocast_enabled": lambda *_: None}
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), with_attributes(torch, switch):
+        yield
 
 
 @contextmanager

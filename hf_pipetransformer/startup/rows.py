@@ -214,16 +214,12 @@ def why_mixed(target: ProbeTarget, structure: Structure) -> str | None:
     inputs = take_sequences(inputs, [*before, last])
     start = inputs["labels"].shape[1] - flattened.lengths[last]
     inputs["labels"][:, : start + 1] = IGNORED_LABEL
-    view = target.view(structure)
-    try:
-        with gradients_discarded(target.model):
-            with torch.no_grad():
-                entering = run_stage(view, range(1), None, lambda: target.loss(dict(inputs)))
-            entering = entering.detach().requires_grad_()
-            loss = run_stage(view, range(1, structure.num_blocks), entering, lambda: target.loss(dict(inputs)))
-            torch.autograd.backward(loss)
-    finally:
-        view.remove()
+    with target.view(structure) as view, gradients_discarded(target.model):
+        with torch.no_grad():
+            entering = run_stage(view, range(1), None, lambda: target.loss(dict(inputs)))
+        entering = entering.detach().requires_grad_()
+        loss = run_stage(view, range(1, structure.num_blocks), entering, lambda: target.loss(dict(inputs)))
+        torch.autograd.backward(loss)
     if entering.grad is None or not entering.grad[:, :start].any():
         return None
     return (

@@ -21,6 +21,7 @@ from hf_pipetransformer.engine.timing import settled_seconds
 from hf_pipetransformer.planning.memory import MEMORY_RESERVE
 from hf_pipetransformer.planning.token_slices import SliceTime, TokenCosts, fit_token_costs
 from hf_pipetransformer.schedules.tables import GPIPE
+from hf_pipetransformer.splitters.view import StageView
 from hf_pipetransformer.startup.check import SPLIT_LOSS_TOLERANCE, Result, run_whole
 from hf_pipetransformer.startup.costs import PROFILE_SECONDS, trained_as_given
 from hf_pipetransformer.startup.model import ProbeTarget, gradient_norms, gradients_discarded
@@ -56,7 +57,8 @@ def run_slices(
     total, slices = target.count(target.inputs), cut_tokens(target.inputs, bounds)
     # All forwards first: a slice's backward needs what later slices add to the gradients of its keys.
     (actions,) = GPIPE.table(1, len(slices))
-    whole = ModelProgram(target.view(structure), range(structure.num_blocks), torch.float32, sends_gradient=False)
+    view, blocks = StageView(target.model, target.splitter, structure), range(structure.num_blocks)
+    whole = ModelProgram(view, blocks, torch.float32, sends_gradient=False)
     program = TokenSliceProgram(whole, structure.num_layers)
 
     def forward(given: dict[str, Any]) -> Any:
@@ -124,14 +126,12 @@ def why_no_head_slices(target: ProbeTarget, structure: Structure, slices: HeadSl
         # Every token is a target, those at the ends of slices, too.
         target = replace(target, inputs=target.inputs | {"labels": labels.where(labels != IGNORED_LABEL, tokens)})
     expected = run_whole(target)
-    view, whole = target.view(structure), MicroBatch(0, target.inputs, 1.0, (), target.loss)
-
-    def of(blocks: range) -> ModelProgram:
-        return ModelProgram(view, blocks, torch.float32, sends_gradient=True)
-
-    blocks, plan = range(structure.num_blocks), HeadPlan(slices)
-    program = HeadProgram(plan, of(blocks), of(blocks[:-1]), of(blocks[-1:]), torch.float32, sends_gradient=False)
-    with gradients_discarded(target.model):
+    whole, blocks = MicroBatch(0, target.inputs, 1.0, (), target.loss), range(structure.num_blocks)
+    with target.view(structure) as view, gradients_discarded(target.model):
+        together, layers, head = (
+            ModelProgram(view, each, torch.float32, sends_gradient=True) for each in (blocks, blocks[:-1], blocks[-1:])
+        )
+        program = HeadProgram(HeadPlan(slices), together, layers, head, torch.float32, sends_gradient=False)
         try:
             program.begin(())
             loss = program.forward(whole, None)
@@ -141,8 +141,6 @@ def why_no_head_slices(target: ProbeTarget, structure: Structure, slices: HeadSl
         # A model that reads another form of labels may raise anything.
         except Exception as error:
             return f"the head of {name} does not run on slices of a sequence ({type(error).__name__}: {error})"
-        finally:
-            view.remove()
         found = Result(float(loss), gradient_norms(target.parameters))
     if found.agrees_with(expected, SPLIT_LOSS_TOLERANCE):
         return None

@@ -86,19 +86,17 @@ def _is_unread(
 
     `unread` gives their mask for hidden states `(batch, seq, hidden)`.
     """
-    view, later = target.view(probe.structure), range(block, probe.structure.num_blocks)
+    with target.view(probe.structure) as view:
 
-    def result_of(entering: torch.Tensor) -> Result:
-        return run_loss(target, lambda: run_stage(view, later, entering, lambda: target.loss(dict(inputs))))
+        def result_of(entering: torch.Tensor) -> Result:
+            later = range(block, probe.structure.num_blocks)
+            return run_loss(target, lambda: run_stage(view, later, entering, lambda: target.loss(dict(inputs))))
 
-    try:
         hidden = run_stage(view, range(block), None, lambda: target.loss(dict(inputs))).detach()
         where = unread(hidden)
         plain = result_of(hidden)
         # Zeros alone could leave the result as it is although they are read.
         others = [result_of(hidden + torch.randn_like(hidden) * where), result_of(hidden * ~where)]
-    finally:
-        view.remove()
     is_finite = math.isfinite(plain.loss) and math.isfinite(plain.total_norm)
     return is_finite and all(other.agrees_with(plain, PADDING_LOSS_TOLERANCE) for other in others)
 
@@ -136,13 +134,13 @@ def computes_otherwise_in_training(target: ProbeTarget, structure: Structure, nu
 
     Call in full precision.
     """
-    view, stop = target.view(structure), first_above(num_layers)
-
-    def below() -> list[torch.Tensor]:
-        return [run_stage(view, range(stop), None, lambda: target.loss(dict(target.inputs))).detach()]
-
+    stop = first_above(num_layers)
     try:
-        with torch.no_grad(), Alone():
+        with target.view(structure) as view, torch.no_grad(), Alone():
+
+            def below() -> list[torch.Tensor]:
+                return [run_stage(view, range(stop), None, lambda: target.loss(dict(target.inputs))).detach()]
+
             # The model is in evaluation mode here, as all checks have it.
             (evaluated,) = below()
             with _training(target.model), buffers_kept(target.model):
@@ -160,8 +158,6 @@ def computes_otherwise_in_training(target: ProbeTarget, structure: Structure, nu
     # communicates cannot be tried on one rank.
     except (IndexError, RuntimeError, ValueError):
         return True
-    finally:
-        view.remove()
 
 
 def why_one_after_another(target: ProbeTarget) -> str | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 from transformers.generation import GenerateDecoderOnlyOutput
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from hf_pipetransformer.compat import trainer_compat, trl_compat
 from hf_pipetransformer.options.arguments import PipeTransformerArguments, with_pipeline_options
@@ -22,15 +22,10 @@ from hf_pipetransformer.report.console import shorten_console
 from hf_pipetransformer.report.events import EVENTS_FILE, EventLog
 from hf_pipetransformer.report.failure import FailureReporter, recorded
 from hf_pipetransformer.runtime.context import PlanPrinted
-from hf_pipetransformer.trainer.overrides import (
-    CheckpointOverride,
-    EvaluationOverrides,
-    PipelineAccelerator,
-    SavingOverrides,
-    TrainingOverrides,
-)
+from hf_pipetransformer.state.saving import rotate, writing
+from hf_pipetransformer.trainer.overrides import PipelineAccelerator, PipelineOverrides
 from hf_pipetransformer.training.needs import RunOptions, check_constructor_arguments, explaining_loss
-from hf_pipetransformer.training.session import Session, State
+from hf_pipetransformer.training.session import Session
 
 
 if TYPE_CHECKING:
@@ -68,20 +63,21 @@ def bind_arguments(kind: type, mixin: type, positional: tuple[Any, ...], named: 
     """
     makers = list(_makers(kind, mixin))
     call, by_name = list(positional), dict(named)
-    names = _names_by_place(makers)[: len(call)]
+    taken = _parameters(makers, Parameter.VAR_POSITIONAL)
+    names = [each.name for each in taken if each.kind <= Parameter.POSITIONAL_OR_KEYWORD][: len(call)]
     values = {**dict(zip(names, call, strict=False)), **named}
     found = values.get("args")
     if not isinstance(found, TrainingArguments):
         found = _only_one(values, TrainingArguments) or found
-    taken = with_pipeline_options(_checked(makers, found))
+    args = with_pipeline_options(_checked(makers, found))
     if found is not None:
-        call = [taken if value is found else value for value in call]
-        by_name = {name: taken if value is found else value for name, value in named.items()}
+        call = [args if value is found else value for value in call]
+        by_name = {name: args if value is found else value for name, value in named.items()}
     elif "args" in names:
-        call[names.index("args")] = taken
+        call[names.index("args")] = args
     else:
-        by_name["args"] = taken
-    return BoundArguments(call, by_name, taken, values)
+        by_name["args"] = args
+    return BoundArguments(call, by_name, args, values)
 
 
 def check_handed_on(trainer: Trainer) -> None:
@@ -102,36 +98,21 @@ def _makers(kind: type, mixin: type) -> Iterator[type]:
             yield each
 
 
-def _parameters(maker: type) -> list[Parameter]:
-    return list(inspect.signature(vars(maker)["__init__"]).parameters.values())[1:]
-
-
-def _names_by_place(makers: list[type]) -> list[str]:
-    """Return the names of positional parameters; a constructor with `*rest` passes the rest to the next one."""
-    names = []
+def _parameters(makers: list[type], rest: Any) -> Iterator[Parameter]:
+    """Iterate over the parameters of constructors; one that takes a rest, of this kind, hands it on to the next."""
     for maker in makers:
-        parameters = _parameters(maker)
-        names += [each.name for each in parameters if each.kind <= Parameter.POSITIONAL_OR_KEYWORD]
-        if all(each.kind is not Parameter.VAR_POSITIONAL for each in parameters):
-            break
-    return names
-
-
-def _parameter_of_arguments(makers: list[type]) -> Parameter | None:
-    """Return the parameter `args`; a constructor with `**others` passes it to the next one."""
-    for maker in makers:
-        parameters = _parameters(maker)
-        for each in parameters:
-            if each.name == "args" and each.kind is not Parameter.VAR_POSITIONAL:
-                return each
-        if all(each.kind is not Parameter.VAR_KEYWORD for each in parameters):
-            break
-    return None
+        parameters = list(inspect.signature(vars(maker)["__init__"]).parameters.values())[1:]
+        yield from parameters
+        if all(each.kind is not rest for each in parameters):
+            return
 
 
 def _checked(makers: list[type], args: TrainingArguments | None) -> TrainingArguments:
     """Refuse arguments that a trainer would replace by its own class, without the pipeline's options."""
-    name, parameter = makers[0].__name__, _parameter_of_arguments(makers)
+    name, named = makers[0].__name__, _parameters(makers, Parameter.VAR_KEYWORD)
+    parameter = next(
+        (each for each in named if each.name == "args" and each.kind is not Parameter.VAR_POSITIONAL), None
+    )
     if args is None and parameter is None:
         raise ValueError(
             f"{name} was given no TrainingArguments, and its constructor has no parameter `args`: the pipeline reads "
@@ -158,7 +139,7 @@ def _only_one(values: dict[str, Any], kind: type) -> Any:
     return found[0] if len(found) == 1 else None
 
 
-class PipeTransformerMixin(CheckpointOverride, TrainingOverrides, EvaluationOverrides, SavingOverrides):
+class PipeTransformerMixin(PipelineOverrides):
     """Splits a `Trainer`'s model into K pipeline stages and R replicas, with the same numerical results.
 
     Put it before the trainer in the bases: `class MyTrainer(PipeTransformerMixin, SomeTrainer)`. That trainer's own
@@ -190,29 +171,19 @@ class PipeTransformerMixin(CheckpointOverride, TrainingOverrides, EvaluationOver
         if model is not None:
             trainer_compat.drop_marks_of_gguf(model)
         # The last class of this library before the user's trainer.
-        wants_pipeline = check_constructor_arguments(super(SavingOverrides, self), options, model, given.values)
-        # Before Trainer's constructor, which reads it.
-        self.places_stages = wants_pipeline and args.world_size > 1
+        wants_pipeline = check_constructor_arguments(super(PipelineOverrides, self), options, model, given.values)
+        is_on_stages = wants_pipeline and args.world_size > 1
         num_stages = args.pipeline_size or 1
         if args.world_size > 1 and num_stages > 1:
             trainer_compat.check_loaders(type(self), num_stages)
-        super().__init__(*given.positional, **given.named)
+        with trainer_compat.with_attributes(args, {"is_on_stages": is_on_stages}):
+            super().__init__(*given.positional, **given.named)
         # After the constructor, since only now it shows which arguments it gave to Trainer's.
         check_handed_on(self)
         self.pipeline_run = self.accelerator.session = Session(self, options, wants_pipeline)
         shorten_console(self.callback_handler)
-        if self.places_stages and not args.plan_only:
+        if is_on_stages and not args.plan_only:
             trl_compat.precompute_reference(self)
-
-    # Trainer moves the whole model to the device of every rank where this is true.
-    @property
-    def place_model_on_device(self) -> bool:
-        """False if each rank moves its stage to its device; otherwise what Trainer has set."""
-        return self._places_model and not self.places_stages
-
-    @place_model_on_device.setter
-    def place_model_on_device(self, value: bool) -> None:
-        self._places_model = value
 
     # Trainer has no other place for an accelerator of one's own, and makes a new one for each trial of a search.
     def create_accelerator_and_postprocess(self) -> None:
@@ -236,12 +207,21 @@ class PipeTransformerMixin(CheckpointOverride, TrainingOverrides, EvaluationOver
     def events(self) -> EventLog:
         return self.pipeline_run.context.journal.log
 
-    # Here and not in `TrainingOverrides`: entries of runs on one stage are recorded after their end, too.
+    # The layout is a part of the entry, which is in the history already when `on_log` is called. Here and not in
+    # `PipelineOverrides`: entries of runs on one stage are recorded after their end, too.
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as Trainer does, and write the entry to the events file, also where Trainer evaluates by itself."""
+        """Log as Trainer does, plus the layout as scalars in the first training entry and after each change.
+
+        The entry is written to the events file, too, also where Trainer evaluates by itself.
+        """
+        run = self.pipeline_run
+        if run.is_inside_stage:
+            run.context.gains.note_log(logs)
+            return
+        if not run.is_left_to_trainer:
+            run.pipelined.add_scalars(logs)
         super().log(logs, start_time)
-        if not self.pipeline_run.is_inside_stage:
-            self.pipeline_run.note_log(logs)
+        run.note_log(logs)
 
     # The failure report, the lock of the folder and the choice of a checkpoint come before anything of Trainer runs.
     def train(
@@ -280,13 +260,13 @@ class PipeTransformerMixin(CheckpointOverride, TrainingOverrides, EvaluationOver
             self.end()
             raise
 
-    # Here and not in `TrainingOverrides`: only Trainer's own loop has frozen parts to look up.
+    # Here and not in `PipelineOverrides`: only Trainer's own loop has frozen parts to look up.
     def get_train_dataloader(self) -> Any:
         """Make Trainer's loader, which in a training may leave samples unread whose outputs are stored."""
         loader, run = super().get_train_dataloader(), vars(self).get("pipeline_run")
         if run is None or not run.is_left_to_trainer:
             return loader
-        is_unseen = run.state is State.STARTED and not trainer_compat.shows_batches(self)
+        is_unseen = run.is_in_train and not trainer_compat.shows_batches(self)
         return run.stored_parts.following(loader, is_unseen)
 
     # In place of the forward and backward of one rank.
@@ -307,7 +287,7 @@ class PipeTransformerMixin(CheckpointOverride, TrainingOverrides, EvaluationOver
             return trainer_compat.SelfFilteringLoss.of(loss, 1 + self.state.global_step - self._globalstep_last_logged)
         return loss
 
-    # Here and not in `EvaluationOverrides`: frozen parts are looked up in runs that are left to Trainer, too.
+    # Here and not in `PipelineOverrides`: frozen parts are looked up in runs that are left to Trainer, too.
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor | None, Any, Any]:
@@ -317,6 +297,20 @@ class PipeTransformerMixin(CheckpointOverride, TrainingOverrides, EvaluationOver
         loss_alone = prediction_loss_only and not trainer_compat.is_overridden(self, "prediction_step")
         with self.pipeline_run.stored_parts.evaluating(inputs, generates, loss_alone):
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+
+    # From the first file of a checkpoint to the last the folder is marked incomplete: `on_save` comes after. Here and
+    # not in `PipelineOverrides`: checkpoints of runs that are left to Trainer are protected, too.
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        run, step = self.pipeline_run, self.state.global_step
+        # No checkpoint without a look at what its steps have read.
+        run.stored_parts.serving.check_thoroughly()
+        folder = os.path.join(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{step}")
+        own = None if run.is_left_to_trainer else run.pipelined.training.checkpoints
+        with (
+            writing(folder, run.context, own) as complete,
+            trainer_compat.ending_checkpoints_with(self, complete, partial(rotate, step=step)),
+        ):
+            super()._save_checkpoint(model, trial)
 
     # The card is written from what the run recorded, and pushed by Trainer right after it.
     def create_model_card(
@@ -342,8 +336,8 @@ class PipeTransformerMixin(CheckpointOverride, TrainingOverrides, EvaluationOver
         if self.is_world_process_zero():
             write_card(self, data, comparison)
 
-    # Not in the output of `train`, which has Trainer's names alone and is logged. Here and not in `SavingOverrides`: a
-    # run on one stage is left to Trainer again once it has ended.
+    # Not in the output of `train`, which has Trainer's names alone and is logged. Here and not in `PipelineOverrides`:
+    # a run on one stage is left to Trainer again once it has ended.
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
         """Save metrics as Trainer does, those of `train` with times, layouts and the cache of the last training."""
         results = self.pipeline_run.results if split == "train" else {}
@@ -363,15 +357,6 @@ class PipeTransformerMixin(CheckpointOverride, TrainingOverrides, EvaluationOver
                 into the free memory there.
         """
         return self.pipeline_run.whole_model(torch.device(device))
-
-    # For its docstring: Trainer's own asks for it at the end of each script.
-    def end(self) -> None:
-        """Leave the process group now, after all calls that need the other processes: none can follow.
-
-        A script need not call it, since the group is left at its exit. It is for a script that goes on for long on one
-        process alone: the others may end, and memory and threads of the groups are given back.
-        """
-        super().end()
 
     def generate(
         self, inputs: torch.Tensor | Mapping[str, Any], **generation_kwargs: Any

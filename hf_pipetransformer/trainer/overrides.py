@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -12,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 from transformers import Seq2SeqTrainer, Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, PredictionOutput, TrainOutput
+from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
 from hf_pipetransformer.comm.groups import let_group_threads_finish
 from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.data.loader import Request, note_request
 from hf_pipetransformer.options.refusals import check_dataset
 from hf_pipetransformer.report.origin import outcome_of
-from hf_pipetransformer.state.saving import rotate, writing
 
 
 if TYPE_CHECKING:
@@ -55,11 +53,13 @@ _Trainer: Any = object
 
 
 @left_to_trainer
-class TrainingOverrides(_Trainer):
-    """Methods of Trainer's training."""
+class PipelineOverrides(_Trainer):
+    """Methods of Trainer that a pipeline replaces."""
 
     pipeline_run: Session
     args: PipeTransformerArguments
+
+    # ---- training ----
 
     # Refused at once: backends swallow what a trial raises, and the flag that Trainer sets for them outlives an error.
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
@@ -125,16 +125,6 @@ class TrainingOverrides(_Trainer):
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         return self.pipeline_run.pipelined.training.begin_step(epoch_iterator, num_batches)
 
-    # `compute_loss` multiplies by it, in user code too: a division around it would not undo that to the bit.
-    def get_tp_size(self) -> int:
-        """Return the world size: Trainer scales losses by `world_size / tp_size` to undo a mean, and ours is a sum."""
-        return self.args.world_size
-
-    # Trainer divides the number of processes by `get_tp_size`.
-    def get_total_train_batch_size(self, args: Any) -> int:
-        """Return the samples per optimizer step; the same for every layout."""
-        return int(args.global_batch_size(self._train_batch_size) * args.gradient_accumulation_steps)
-
     # Later stages are given copies of the batch, and the sum over ranks would count each of them.
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Return Trainer's estimate on one rank per pipeline, and 0 on the others."""
@@ -156,15 +146,6 @@ class TrainingOverrides(_Trainer):
             if inputs and counts_here:
                 super()._track_num_input_tokens(inputs)
 
-    # The layout is a part of the entry, which is in the history already when `on_log` is called.
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as Trainer does, plus the layout as scalars in the first training entry and after each change."""
-        if self.pipeline_run.is_inside_stage:
-            self.pipeline_run.context.gains.note_log(logs)
-            return
-        self.pipeline_run.pipelined.add_scalars(logs)
-        super().log(logs, start_time)
-
     # Nothing public is called between the last step and the final log, which needs the mean loss of all ranks.
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
         losses = self.pipeline_run.context.topology.gather(self._tr_loss.item())
@@ -178,15 +159,7 @@ class TrainingOverrides(_Trainer):
         )
         return output
 
-
-@left_to_trainer
-class EvaluationOverrides(_Trainer):
-    """Methods that make loaders, evaluate and predict."""
-
-    pipeline_run: Session
-    places_stages: bool
-    """True if each rank moves its stage to its device."""
-    args: PipeTransformerArguments
+    # ---- loaders, evaluation and prediction ----
 
     # The accelerator, which prepares every loader, is not told what it is for.
     def _get_dataloader(
@@ -235,7 +208,6 @@ class EvaluationOverrides(_Trainer):
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """Run one evaluation batch; returns the global batch's loss, repeated for each of this replica's samples."""
         evaluation = self.pipeline_run.pipelined.evaluations.present
-        given = evaluation.noted(inputs)
         method = getattr(super().prediction_step, "__func__", None)
         may_generate = method is Seq2SeqTrainer.prediction_step
         reads_loss_only = prediction_loss_only or (may_generate and trainer_compat.generates(self))
@@ -243,8 +215,7 @@ class EvaluationOverrides(_Trainer):
         is_known = may_generate or method is Trainer.prediction_step
         with evaluation.running(inputs, reads_loss_only and is_known, ignore_keys) as batch:
             loss, logits, labels = super().prediction_step(model, batch, prediction_loss_only, *args, **kwargs)
-        count = trainer_compat.items_of if evaluation.told_num_items else trainer_compat.items_of_own_mean
-        return evaluation.global_loss(loss, count(self, given), given.size), logits, labels
+        return evaluation.global_loss(loss), logits, labels
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         """Return a data set of DPOTrainer with what the reference says of it, computed on the stages.
@@ -252,7 +223,7 @@ class EvaluationOverrides(_Trainer):
         Collective: call on every rank. TRL's constructor computes nothing, see `trl_compat.precompute_reference`.
         """
         run = vars(self).get("pipeline_run")
-        if run is None and self.places_stages:
+        if run is None and self.args.is_on_stages:
             return dataset
         found = None if run is None else run.pipelined.evaluations.reference_of(dataset, batch_size)
         return super()._precompute_ref_logps(dataset, name, batch_size) if found is None else found
@@ -263,32 +234,7 @@ class EvaluationOverrides(_Trainer):
         as_in_trainer = partial(super()._get_num_items_in_batch, batch_samples, device)
         return self.pipeline_run.pipelined.evaluations.present.num_items_told(batch_samples, as_in_trainer, device)
 
-
-class CheckpointOverride(_Trainer):
-    """The method around a checkpoint, which also protects those of runs that are left to Trainer."""
-
-    pipeline_run: Session
-
-    # From the first file of a checkpoint to the last the folder is marked incomplete: `on_save` comes after.
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        run, step = self.pipeline_run, self.state.global_step
-        # No checkpoint without a look at what its steps have read.
-        run.stored_parts.serving.check_thoroughly()
-        folder = os.path.join(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{step}")
-        own = None if run.is_left_to_trainer else run.pipelined.training.checkpoints
-        with (
-            writing(folder, run.context, own) as complete,
-            trainer_compat.ending_checkpoints_with(self, complete, partial(rotate, step=step)),
-        ):
-            super()._save_checkpoint(model, trial)
-
-
-@left_to_trainer
-class SavingOverrides(_Trainer):
-    """Methods that save and load models and checkpoints."""
-
-    pipeline_run: Session
-    args: PipeTransformerArguments
+    # ---- models and checkpoints, saved and loaded ----
 
     # Callable at any time, also without a checkpoint, while each rank has one stage.
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -340,7 +286,15 @@ class PipelineAccelerator(Accelerator):
         self.__dict__.update(vars(own))
         self.session: Session | None = None
         """What the pipeline adds to the trainer; None in the trainer's constructor."""
-        self._gathers_nothing = False
+        self._is_alone = self._gathers_nothing = False
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes; 1 inside `as_one_process`.
+
+        Trainer multiplies losses by it to undo a mean over processes, and so does code of scripts: ours is a sum.
+        """
+        return 1 if self._is_alone else int(super().num_processes)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip by the norm of the whole model's gradients, which is returned. Collective: call on every rank."""
@@ -349,18 +303,16 @@ class PipelineAccelerator(Accelerator):
         return self.session.pipelined.training.clip_gradients(max_norm)
 
     def gather(self, tensor: Any) -> Any:
-        """Gather from all ranks; inside `gathering_nothing`, return what is given."""
+        """Gather from all ranks; inside `as_one_process`, return what is given."""
         return tensor if self._gathers_nothing else super().gather(tensor)
 
-    @contextmanager
-    def gathering_nothing(self) -> Iterator[None]:
-        """Wrap code of Trainer or TRL that gathers, but that only some ranks run."""
+    def as_one_process(self, gathers: bool = False) -> AbstractContextManager[None]:
+        """Wrap code of Trainer or TRL that computes what one process would, but that only some ranks run.
+
+        With `gathers`, code of the script's that all ranks run may gather inside.
+        """
         # Such contexts nest: a loss that is discarded may lie within the part of a batch.
-        outer, self._gathers_nothing = self._gathers_nothing, True
-        try:
-            yield
-        finally:
-            self._gathers_nothing = outer
+        return trainer_compat.with_attributes(self, {"_is_alone": True, "_gathers_nothing": not gathers})
 
     def end_training(self) -> None:
         """Leave the process group, once the threads of the pipeline's own groups have ended."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Trainer
+from transformers.trainer_utils import has_length
 
 from hf_pipetransformer.comm.errors import LossDoesNotDecomposeError
 from hf_pipetransformer.comm.topology import check_agreement
@@ -49,7 +50,7 @@ from hf_pipetransformer.startup.start import inspect_model
 from hf_pipetransformer.training.callbacks import check_callbacks
 from hf_pipetransformer.training.evaluation import REMEDY, shape_without_rows
 from hf_pipetransformer.training.loaders import Begun, begin_reading
-from hf_pipetransformer.training.metrics import discard_metrics
+from hf_pipetransformer.training.metrics import loss_apart
 from hf_pipetransformer.training.needs import (
     LEFT_TO_TRAINER,
     check_trained_model,
@@ -164,7 +165,7 @@ class PipelineBuilder:
         if is_training and trainer_compat.has_plain_loss(trainer) and (why := why_nothing_trains(trainer)):
             raise ValueError(why)
         if self._overrode_loss_kwargs:
-            trainer_compat.pass_num_items(trainer, True)  # Undo the override below; the model may be another one now.
+            trainer.model_accepts_loss_kwargs = True  # As it was before; the model may be another one now.
             self._overrode_loss_kwargs = False
         scope = self._scope_of_loss()
         # A script may have replaced the arguments since the trainer was made.
@@ -219,7 +220,7 @@ class PipelineBuilder:
                     has_reference=trl_compat.reference(trainer, shell) is not None,
                     scope=scope,
                     rule=LossRule.SUM if is_sum else LossRule.MEAN,
-                    shape_without_rows=partial(_shape_without_rows, trainer, shell, ignored),
+                    shape_without_rows=partial(shape_without_rows, trainer, shell, ignored),
                     why_whole_head=why_whole,
                     # A loss may make others of the labels than the model takes.
                     without_labels=None if has_loss else partial(_outputs, trainer, shell, trainer.label_names),
@@ -308,7 +309,7 @@ class PipelineBuilder:
         trainer, args = self.context.trainer, self.context.args
         was_divided = trainer_compat.is_divided(trainer, start_up.samples.get("labels"))
         self._overrode_loss_kwargs = bool(trainer.model_accepts_loss_kwargs)
-        trainer_compat.pass_num_items(trainer, False)
+        trainer.model_accepts_loss_kwargs = False
         adds_up = was_divided and not trainer_compat.is_divided(trainer, None)
         if adds_up and is_training and args.gradient_accumulation_steps > 1 and self.context.topology.rank == 0:
             logger.warning(
@@ -402,8 +403,9 @@ def _check_data(context: TrainingContext, request: Request, is_training: bool) -
         raise ValueError(f"{what} needs a data set: pass {'train' if is_training else 'eval'}_dataset.")
     check_dataset(request.dataset, what.lower())
     # Before the next check: where one rank alone has no samples, only that rank would end, and the others would wait.
-    check_agreement(context.topology, "data set", {"number of samples": _length(request.dataset)})
-    if _length(request.dataset) == 0:
+    length = len(request.dataset) if has_length(request.dataset) else None
+    check_agreement(context.topology, "data set", {"number of samples": length})
+    if length == 0:
         raise ValueError(f"The {what.lower()} data set has no samples: expected at least one.")
 
 
@@ -411,7 +413,7 @@ def _loss(trainer: Trainer, shell: PipelineShell, inputs: dict[str, Any], num_it
     device = next(trainer.model.parameters()).device  # A model too large for the device is still on the CPU here.
     passes = "labels" in inputs and trainer_compat.takes_num_items(trainer)
     items = torch.tensor(num_items, device=device) if passes else None
-    with discard_metrics(trainer), trl_compat.reading_reference(trainer, inputs):
+    with loss_apart(trainer), trl_compat.reading_reference(trainer, inputs):
         loss: torch.Tensor = trainer.compute_loss(shell, _copied(inputs), num_items_in_batch=items)
     return loss
 
@@ -438,20 +440,6 @@ def _numbers_of(outputs: Any) -> list[torch.Tensor]:
     return [value for value in found if value.is_floating_point()]
 
 
-def _shape_without_rows(
-    trainer: Trainer, shell: PipelineShell, ignored: list[str] | None, inputs: dict[str, Any]
-) -> str | None:
-    with discard_metrics(trainer):
-        return shape_without_rows(trainer, shell, _copied(inputs), ignored)
-
-
 def _copied(inputs: dict[str, Any]) -> SampleBatch:
     """Copy the tensors of a batch for the model: it runs many times, and a model may modify it in place."""
     return SampleBatch.of(inputs).mapped(torch.Tensor.clone)
-
-
-def _length(dataset: Any) -> int | None:
-    try:
-        return len(dataset)
-    except TypeError:
-        return None

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer
 from transformers.trainer_callback import CallbackHandler, TrainerCallback, TrainerControl
@@ -22,6 +22,7 @@ from hf_pipetransformer.splitters.script_code import text_of
 if TYPE_CHECKING:
     from hf_pipetransformer.runtime.pipeline import Pipeline
     from hf_pipetransformer.training.context import TrainingContext
+    from hf_pipetransformer.training.pipeline_session import PipelineSession
 
 
 class SavesOnSignal:
@@ -97,24 +98,14 @@ def check_callbacks(callbacks: list[TrainerCallback], topology: Topology) -> Non
             )
 
 
-class StepEnds(Protocol):
-    """Work around the callbacks at the end of a step."""
-
-    def before_callbacks(self) -> None:
-        """Correct what Trainer has just written into its state."""
-
-    def after_callbacks(self, control: TrainerControl) -> None:
-        """Finish the step: Trainer logs, evaluates and saves next, as `control` says. Also at the end of an epoch."""
-
-
 @contextmanager
-def running_callbacks(trainer: Trainer, pipeline: Pipeline, ends: StepEnds | None = None) -> Iterator[None]:
-    """Run callbacks as `StageCallbacks` inside, unless a training under way does so."""
+def running_callbacks(trainer: Trainer, pipeline: Pipeline, run: PipelineSession | None = None) -> Iterator[None]:
+    """Run callbacks as `StageCallbacks` inside, unless a training under way does so; `run` is one that begins."""
     own = trainer.callback_handler
     if isinstance(own, StageCallbacks):
         yield
         return
-    trainer.callback_handler = StageCallbacks(own, pipeline, ends)
+    trainer.callback_handler = StageCallbacks(own, pipeline, run)
     try:
         yield
     finally:
@@ -124,29 +115,29 @@ def running_callbacks(trainer: Trainer, pipeline: Pipeline, ends: StepEnds | Non
 class StageCallbacks(CallbackHandler):
     """Callback handler that passes callbacks with an argument `model` the whole model, on every rank.
 
-    `ends` runs before the first and after the last callback, also of those that are added while a training goes on.
+    A training `run` ends its steps around the first and the last callback, also of those that are added meanwhile.
     """
 
-    def __init__(self, handler: CallbackHandler, pipeline: Pipeline, ends: StepEnds | None = None) -> None:
+    def __init__(self, handler: CallbackHandler, pipeline: Pipeline, run: PipelineSession | None) -> None:
         # With the same list of callbacks, so that one which is added or removed is so in both handlers.
         self.__dict__.update(handler.__dict__)
         self._handler = handler
         self._pipeline = pipeline
-        self._ends = ends
+        self._run = run
 
     def given_back(self) -> CallbackHandler:
         """Return Trainer's handler, updated with everything that was set on this one."""
         handler = self._handler
-        own = ("_handler", "_pipeline", "_ends")
+        own = ("_handler", "_pipeline", "_run")
         handler.__dict__.update({name: value for name, value in vars(self).items() if name not in own})
         return handler
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        if self._ends is not None and event == "on_step_end":
-            self._ends.before_callbacks()
+        if self._run is not None and event == "on_step_end":
+            self._run.before_callbacks()
         control = self._call_users(event, args, state, control, **kwargs)
-        if self._ends is not None and event in ("on_step_end", "on_epoch_end"):
-            self._ends.after_callbacks(control)
+        if self._run is not None and event in ("on_step_end", "on_epoch_end"):
+            self._run.after_callbacks(control)
         return control
 
     def _call_users(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:

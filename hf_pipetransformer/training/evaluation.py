@@ -21,7 +21,7 @@ from hf_pipetransformer.engine.losses import LossScope
 from hf_pipetransformer.runtime.execution import LoaderBatch
 from hf_pipetransformer.runtime.messages import only_loss, without_rows
 from hf_pipetransformer.splitters.base import main_input_of
-from hf_pipetransformer.training.metrics import MetricAccumulator, on_first_rank
+from hf_pipetransformer.training.metrics import MetricAccumulator, loss_apart, on_first_rank
 
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Evaluation:
         self.groups = pipeline.stage.groups
         self.loader = loader
         self.is_for_first_rank = is_for_first_rank
-        self.told_num_items = False
+        self._told_num_items = False
         """True if Trainer asked for the item count of the current batch, to pass it to the loss."""
         self.metrics = MetricAccumulator(context)
         self.fills_batches = self.trainer.gather_function == self.trainer.accelerator.gather
@@ -72,8 +72,8 @@ class Evaluation:
         is_whole = pipeline.layout.pipeline_size == 1 and pipeline.runner.scope is not LossScope.BATCH
         self._loss = None if is_whole or is_own_loss else self.trainer.compute_loss
         """Loss that is not the model's own, of a model or batch that is split: it may call parts of the model."""
-        # Of this replica: its samples, the rows of each, and the tokens of its row if the batch is flattened.
-        self._num_samples, self._rows, self._num_tokens = 0, 1, 0
+        self._batch = SampleBatch()
+        """Batch of this replica as it was read: a method of the script's may have made a dict of its own of it."""
         self._token_counts: list[int] | None = None
         """Tokens of the replicas' rows in the current batch, once they were counted."""
         self._losses: list[torch.Tensor] = []
@@ -91,10 +91,6 @@ class Evaluation:
             own["compute_metrics"] = on_first_rank(self.trainer.compute_metrics, self.context.topology)
         return trainer_compat.with_attributes(self.trainer, own)
 
-    def noted(self, inputs: dict[str, Any]) -> SampleBatch:
-        """Return the batch that was read last, of which a method of the script's may have made a dict of its own."""
-        return self.loader.present.like(inputs)
-
     @contextmanager
     def running(
         self, inputs: dict[str, Any], loss_only: bool, ignore_keys: list[str] | None
@@ -103,13 +99,12 @@ class Evaluation:
 
         Yields the batch for the model, with what a frozen reference says of it.
         """
-        trainer, shell, batch = self.trainer, self.pipeline.shell, self.noted(inputs)
+        trainer, shell, batch = self.trainer, self.pipeline.shell, self.loader.present.like(inputs)
         if trl_compat.reference(trainer, shell) is not None:
             batch = batch | self.reference_of(batch)
-        self.told_num_items = False
+        self._told_num_items = False
         self.metrics.begin_batch(batch)
-        self._num_samples, self._rows, self._token_counts = batch.size, batch.rows, None
-        self._num_tokens = sequence_length(batch, main_input_of(trainer.model))
+        self._batch, self._token_counts = self.loader.present.like(inputs), None
         # Every replica has all of a smaller batch.
         is_cut = self.loader.size >= self.pipeline.layout.num_replicas
         prediction = replace(
@@ -187,7 +182,7 @@ class Evaluation:
     ) -> torch.Tensor | None:
         """Return the items of the samples that the loss sees, for Trainer to pass them. Collective."""
         # Whether the loss is divided by all items or is its own mean decides how replicas average it.
-        self.told_num_items = True
+        self._told_num_items = True
         if not any("labels" in batch for batch in batches) or not trainer_compat.takes_num_items(self.trainer):
             return None
         count = sum(trainer_compat.items_of(self.trainer, batch) for batch in batches)
@@ -196,11 +191,12 @@ class Evaluation:
             count = int(reduced(torch.tensor(count), self.groups.replica_control, what))
         return torch.tensor(float(count), device=device)
 
-    def global_loss(self, loss: torch.Tensor | None, num_items: int, num_samples: int) -> torch.Tensor | None:
+    def global_loss(self, loss: torch.Tensor | None) -> torch.Tensor | None:
         """Return the global batch's loss, repeated per sample of this replica, from the replica's mean loss."""
         if loss is None:
             return None
-        found = loss.detach()
+        count = trainer_compat.items_of if self._told_num_items else trainer_compat.items_of_own_mean
+        found, num_items = loss.detach(), count(self.trainer, self._batch)
         if self.groups.replica_control is not None:
             # A replica without items has the loss nan (0 / 0), which would spread to all by the sum.
             # In float64, or each number of replicas would round in its own way.
@@ -211,7 +207,7 @@ class Evaluation:
             found = (sums[0] / sums[1]).to(loss.dtype).to(loss.device)
         self._losses.append(found.reshape(1))
         self._is_loss_next = True
-        return self._losses[-1].expand(num_samples)
+        return self._losses[-1].expand(self._batch.size)
 
     def completed(self, output: EvalLoopOutput, metric_key_prefix: str) -> EvalLoopOutput:
         """Correct Trainer's output for a stream: it covers this replica only. Collective: call on every rank."""
@@ -245,14 +241,14 @@ class Evaluation:
         is_loss, self._is_loss_next = self._is_loss_next, False
         if is_loss and self.fills_batches:
             return self._losses[-1].expand(self.loader.total_batch_size)
-        if self.groups.num_replicas == 1 and self._rows == 1 and not is_loss:
+        if self.groups.num_replicas == 1 and self._batch.rows == 1 and not is_loss:
             return self._as_one_process(values)
         # The loss goes to all: on each rank Trainer compares it, to find the best model or to stop early.
         gather = partial(self._gather, is_for_first=self.is_for_first_rank and not is_loss)
 
         def gather_blocks(tensor: torch.Tensor) -> torch.Tensor:
-            size = self._num_samples
-            is_of_rows = not is_loss and self._rows > 1 and len(tensor) == size * self._rows
+            size, rows = self._batch.size, self._batch.rows
+            is_of_rows = not is_loss and rows > 1 and len(tensor) == size * rows
             if is_of_rows:
                 return torch.cat([gather(block) for block in tensor.split(size)])
             if not is_loss and self.groups.num_replicas > 1:
@@ -280,15 +276,16 @@ class Evaluation:
             return self._gather_rows(tensor, self.loader.samples_of_replicas(), is_for_first)
         # A row `(1, tokens, ...)`, which Trainer has padded to the replica with most tokens. Counted once a batch: all
         # of its outputs have the same tokens.
+        num_tokens = sequence_length(self._batch, main_input_of(self.trainer.model))
         if self._token_counts is None:
-            counts = all_gather_trees(self._num_tokens, self.groups.replica_control, self.groups.num_replicas)
+            counts = all_gather_trees(num_tokens, self.groups.replica_control, self.groups.num_replicas)
             self._token_counts = counts
         # Outputs of one value less are zero between the replicas, see `Axis.joined`.
         missing = num_left_out([tensor.shape], [max(self._token_counts)])
         # A batch smaller than the number of replicas is whole on each.
         samples = self.loader.samples_of_replicas()
         told = [each if size else 0 for each, size in zip(self._token_counts, samples, strict=True)]
-        found = self._gather_rows(tensor[0, : self._num_tokens - missing], told, is_for_first)
+        found = self._gather_rows(tensor[0, : num_tokens - missing], told, is_for_first)
         return found[None, : sum(told) - missing]
 
     def _check_rows(self, tensor: torch.Tensor) -> None:
@@ -320,10 +317,6 @@ class UsersEvaluation:
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
-        self.told_num_items = False
-
-    def noted(self, inputs: dict[str, Any]) -> SampleBatch:
-        return SampleBatch(inputs)
 
     def running(
         self, inputs: dict[str, Any], _loss_only: bool, _ignore_keys: Any
@@ -331,10 +324,9 @@ class UsersEvaluation:
         return nullcontext(inputs)
 
     def num_items_told(self, _batches: list[Any], as_in_trainer: Callable[[], Any], _device: torch.device) -> Any:
-        self.told_num_items = True
         return as_in_trainer()
 
-    def global_loss(self, loss: torch.Tensor | None, _num_items: int, _num_samples: int) -> torch.Tensor | None:
+    def global_loss(self, loss: torch.Tensor | None) -> torch.Tensor | None:
         return loss
 
     def completed(self, output: EvalLoopOutput, _metric_key_prefix: str) -> EvalLoopOutput:
@@ -346,7 +338,7 @@ def has_rows(tensor: torch.Tensor, num_samples: int) -> bool:
     return tensor.dim() > 0 and len(tensor) == num_samples
 
 
-def shape_without_rows(trainer: Trainer, model: Any, batch: SampleBatch, ignored: list[str] | None) -> str | None:
+def shape_without_rows(trainer: Trainer, model: Any, ignored: list[str] | None, batch: SampleBatch) -> str | None:
     """Return the shape of the first tensor that evaluations of a training gather and that has no row for each sample.
 
     None if there is none, or if it takes an evaluation to know: it reads the loss alone, generates, or runs code of
@@ -370,8 +362,9 @@ def shape_without_rows(trainer: Trainer, model: Any, batch: SampleBatch, ignored
         return tensor
 
     # What raises here raises in the evaluation, with its own cause.
-    with suppress(Exception), torch.no_grad():
-        _, outputs = trainer.compute_loss(model, dict(batch), return_outputs=True)
+    with loss_apart(trainer), suppress(Exception), torch.no_grad():
+        # Copies, as a model may change its inputs in place.
+        _, outputs = trainer.compute_loss(model, dict(batch.mapped(torch.Tensor.clone)), return_outputs=True)
         read = trainer_compat.preprocessed(trainer, lambda logits, _labels: logits, ignored, outputs, batch)
         recursively_apply(look, read["preprocessed"])
     return found[0] if found else None

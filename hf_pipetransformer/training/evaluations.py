@@ -13,6 +13,7 @@ from hf_pipetransformer.comm.topology import check_agreement
 from hf_pipetransformer.comm.transfers import all_gather_trees, digest_of
 from hf_pipetransformer.compat import trainer_compat, trl_compat
 from hf_pipetransformer.data.batches import batch_size, has_samples, take_samples
+from hf_pipetransformer.data.effects import modes_kept
 from hf_pipetransformer.data.loader import PipelineLoader, Request, request_of
 from hf_pipetransformer.data.node_shares import replica_slice
 from hf_pipetransformer.data.reading import is_stream
@@ -72,12 +73,9 @@ class Evaluations:
         makes_loader = self.run.num_stages == 1 and trainer_compat.is_overridden(trainer, method)
         awaits_loader = makes_loader or trainer_compat.is_overridden(trainer, "evaluate")
         # Calls nest: a callback or `compute_metrics` may evaluate or predict inside of an evaluation.
-        outer, self._is_metrics_only = self._is_metrics_only, is_metrics_only
-        try:
-            with self._up(None if awaits_loader else self._request(dataset)):
-                yield
-        finally:
-            self._is_metrics_only = outer
+        kind = trainer_compat.with_attributes(self, {"_is_metrics_only": is_metrics_only})
+        with kind, self._up(None if awaits_loader else self._request(dataset)):
+            yield
 
     def generate(self, inputs: Any, options: dict[str, Any]) -> Any:
         """See `PipeTransformerMixin.generate`."""
@@ -158,21 +156,17 @@ class Evaluations:
             return None
         # All samples: each needs a value in the columns that are added.
         request = Request(dataset, "Reference", samples_per_rank, reads_all=True)
-        was_training = trainer.model.training
-        with self._up(request) as is_up:
+        with self._up(request) as is_up, modes_kept(trainer.model.modules()):
             if not is_up:
                 return None
             evaluation = Evaluation(run.context, run.pipeline, run.loader_of(request))
             is_shown = run.context.topology.rank == 0 and not trainer.args.disable_tqdm
             entries = []
             trainer.model.eval()
-            try:
-                with progress_bar("Computing what the reference says", len(evaluation.loader), is_shown) as bar:
-                    for batch in evaluation.loader:
-                        entries.append(evaluation.gathered_reference(batch))
-                        bar.update(1)
-            finally:
-                trainer.model.train(was_training)
+            with progress_bar("Computing what the reference says", len(evaluation.loader), is_shown) as bar:
+                for batch in evaluation.loader:
+                    entries.append(evaluation.gathered_reference(batch))
+                    bar.update(1)
         return trl_compat.with_columns(dataset, entries)
 
     @contextmanager

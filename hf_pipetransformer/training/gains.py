@@ -14,6 +14,7 @@ from transformers import Trainer
 
 from hf_pipetransformer.comm.transfers import pack
 from hf_pipetransformer.compat import trainer_compat, trl_compat
+from hf_pipetransformer.compat.trainer_compat import with_attributes
 from hf_pipetransformer.report import logger
 
 
@@ -79,21 +80,12 @@ class LossGains:
             )
         self._has_warned |= bool(message["unseen"])
         self._entries, self._changed = [], set()
+        state, control = trainer.state, trainer.control
         for entry in message["entries"]:
-            with self._at(entry["step"], entry["epoch"]):
+            # As at an earlier moment. Trainer's `on_log` clears the flag that an entry is due.
+            place = with_attributes(state, {"global_step": entry["step"], "epoch": entry["epoch"]})
+            with place, with_attributes(control, {"should_log": control.should_log}):
                 trainer.log(entry["logs"])
-
-    @contextmanager
-    def _at(self, step: int, epoch: float | None) -> Iterator[None]:
-        """Log as at an earlier moment; the entry that Trainer is about to log stays due."""
-        state, control = self._trainer.state, self._trainer.control
-        # Trainer's `on_log` clears the flag that an entry is due.
-        before = state.global_step, state.epoch, control.should_log
-        state.global_step, state.epoch = step, epoch
-        try:
-            yield
-        finally:
-            state.global_step, state.epoch, control.should_log = before
 
     def _digests(self) -> dict[str, int]:
         """Return a digest of what each attribute holds that Trainer has not for its own work."""

@@ -55,28 +55,21 @@ def _of_batch(name: str, parts: list[tuple[float, int]]) -> float:
 
 
 @contextmanager
-def collect_separately(trainer: Trainer) -> Iterator[trl_compat.Metrics]:
-    """Collect the metrics recorded inside in the yielded dict instead of the trainer's; gathers become local."""
-    recorded = trl_compat.metrics(trainer)
-    if recorded is None:
-        yield {}
-        return
+def loss_apart(trainer: Trainer) -> Iterator[trl_compat.Metrics]:
+    """Wrap a loss of some samples as if there were no other process; its tokens are not counted.
+
+    Yields what it records as metrics, none of which reaches the trainer's: empty if the trainer has none.
+    """
+    recorded = trl_compat.metrics(trainer) or {}
     kept = dict(recorded)
     apart: trl_compat.Metrics = {mode: defaultdict(list) for mode in recorded}
     recorded.update(apart)
     try:
         # A loss that gathers its metrics would wait for the other stages, which compute none.
-        with trainer.accelerator.gathering_nothing():
+        with trainer.accelerator.as_one_process(gathers=not recorded), trl_compat.kept_token_count(trainer):
             yield apart
     finally:
         recorded.update(kept)
-
-
-@contextmanager
-def discard_metrics(trainer: Trainer) -> Iterator[None]:
-    """Discard the metrics and token counts of a loss that belongs to no step."""
-    with collect_separately(trainer), trl_compat.kept_token_count(trainer):
-        yield
 
 
 @dataclass
@@ -92,9 +85,7 @@ class MetricAccumulator:
         """Start the next batch, and count its tokens if asked to: its parts overlap, so they cannot be counted."""
         self._batch += 1
         self._rows_per_sample = inputs.rows
-        if trl_compat.metrics(self.context.trainer) is None:
-            return
-        if counts_tokens and inputs and trl_compat.num_tokens_read(self.context.trainer) is not None:
+        if counts_tokens and inputs and trl_compat.metrics(self.context.trainer) is not None:
             mask, tokens = inputs.get("attention_mask"), inputs.get("input_ids")
             num_tokens = int(mask.sum()) if mask is not None else 0 if tokens is None else tokens.numel()
             trl_compat.count_tokens_read(self.context.trainer, num_tokens)
@@ -111,14 +102,11 @@ class MetricAccumulator:
     @contextmanager
     def record_part(self, inputs: dict[str, Any]) -> Iterator[None]:
         """Wrap the loss of one batch part; a stage without a loss leaves with an exception and records nothing."""
-        # None of a trainer that records no metrics, as TRL's do.
-        if trl_compat.metrics(self.context.trainer) is None:
+        with loss_apart(self.context.trainer) as apart:
             yield
+        # None of a trainer that records no metrics, as TRL's do. Of a recomputation the first run recorded them.
+        if not apart or runs_again():
             return
-        with collect_separately(self.context.trainer) as apart, trl_compat.kept_token_count(self.context.trainer):
-            yield
-        if runs_again():
-            return  # Recomputation: the first run recorded it.
         weight = trl_compat.metric_weights(SampleBatch(inputs, self._rows_per_sample))
         for mode, recorded in apart.items():
             values = {

@@ -378,12 +378,15 @@ class PipelineSession(PipelineBuilder):
             self.weights.give_back()
 
     def before_callbacks(self) -> None:
-        """Correct the epoch that Trainer counts, see `StepEnds`."""
+        """Correct the epoch that Trainer has just counted."""
         if self.training.resumption is not None:
             self.training.resumption.correct_epoch()
 
     def after_callbacks(self, control: TrainerControl) -> None:
-        """Finish a step, see `StepEnds`. Collective: call on every rank."""
+        """Finish a step, also at the end of an epoch: Trainer logs, evaluates and saves next, as `control` says.
+
+        Collective: call on every rank.
+        """
         self.signals.after_step(control)
         logs = control.should_log and trainer_compat.has_unlogged_steps(self.context.trainer)
         self.training.end_step(logs, control.should_evaluate or control.should_save)
@@ -406,7 +409,7 @@ class PipelineSession(PipelineBuilder):
             return
         # Trainer adds this batch's tokens to a count that is the same on all ranks: only the difference is summed.
         before = trainer.state.num_input_tokens_seen
-        with trainer.accelerator.gathering_nothing():
+        with trainer.accelerator.as_one_process():
             yield self.counts_inputs
         own = trainer.state.num_input_tokens_seen - before
         trainer.state.num_input_tokens_seen = before + sum(self.context.topology.gather(own))

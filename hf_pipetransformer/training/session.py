@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -31,14 +30,6 @@ if TYPE_CHECKING:
     from hf_pipetransformer.training.pipeline_session import PipelineSession
 
 
-class State(Enum):
-    """States of a session: before, in and behind a call of `train()`."""
-
-    MADE = "made"
-    STARTED = "started"
-    ENDED = "ended"
-
-
 class Session:
     """Additions of this library to one trainer; lives as long as it, through any number of calls of `train()`.
 
@@ -56,7 +47,8 @@ class Session:
         self.options = options
         self.policy = options.make_policy(warns=self.context.topology.rank == 0)
         """Freeze policy in use."""
-        self.state = State.MADE
+        self.is_in_train = False
+        """True in a call of `train()`."""
         self.wants_pipeline = wants_pipeline
         self.trains_alone = self.evaluates_alone = not wants_pipeline or options.args.is_undivided
         """True if Trainer's own methods run in `train()`, and outside of it, instead of the overrides."""
@@ -69,7 +61,7 @@ class Session:
     @property
     def is_left_to_trainer(self) -> bool:
         """True while Trainer's own methods run instead of the overrides."""
-        return self.trains_alone if self.state is State.STARTED else self.evaluates_alone
+        return self.trains_alone if self.is_in_train else self.evaluates_alone
 
     @cached_property
     def pipelined(self) -> PipelineSession:
@@ -119,9 +111,9 @@ class Session:
         """
         self.results = {}
         where = self._choose_who_trains(resume_from_checkpoint or None)
-        self.state = State.STARTED
+        self.is_in_train = True
         with ExitStack() as stack:
-            stack.callback(self._end)
+            stack.callback(setattr, self, "is_in_train", False)
             self._check_masters()
             if self.trains_alone:
                 self.cast_to_masters()
@@ -137,9 +129,6 @@ class Session:
                 stack.enter_context(self.context.timeouts.reporting_faults())
                 where = stack.enter_context(self.pipelined.train_call(where, ignored_outputs))
             yield where
-
-    def _end(self) -> None:
-        self.state = State.ENDED
 
     def storing_on_stages(self, pipeline: Pipeline, draws: bool) -> AbstractContextManager[None]:
         """Store frozen encoders of media inside, on the ranks of the first stage; `draws` as for `StoredParts`."""

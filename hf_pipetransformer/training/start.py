@@ -110,7 +110,7 @@ class TrainingSetup:
             def predict() -> None:
                 announce(decisions.outlook(stage.layout, steps_per_epoch))
                 if self.run.resumption is None:
-                    self._expect(cache, steps_per_epoch, max_steps)
+                    self._expect(clock, cache)
 
             # `decide` makes an error of a user's policy end the run on every rank.
             self.context.topology.decide(predict)
@@ -133,19 +133,17 @@ class TrainingSetup:
             make_steps=lambda: steps_under(pipeline.layout)(self.context, pipeline, loader, metrics, controller),
         )
 
-    def _expect(self, cache: TrainingCache | None, steps_per_epoch: int, max_steps: int) -> None:
+    def _expect(self, clock: DecisionClock, cache: TrainingCache | None) -> None:
         """Announce the predicted training time on rank 0, next to the time with nothing frozen."""
-        args, policy, layout = self.context.args, self.run.policy, self.run.pipeline.layout
+        policy, layout, least = self.run.policy, self.run.pipeline.layout, self.context.args.freeze_min_active_layers
         if policy.may_unfreeze:
             return
-        clock = make_clock(args.freeze_interval, args.freeze_warmup, steps_per_epoch, max_steps)
-        frozen, least = layout.num_frozen_layers, args.freeze_min_active_layers
-        spans = coming_spans(policy, clock, layout.num_layers, frozen, least)
+        spans = coming_spans(policy, clock, layout.num_layers, layout.num_frozen_layers, least)
         # Nothing more freezes, so there is no second duration to compare with.
         if all(span.num_frozen <= layout.num_frozen_layers for span in spans):
             return
         forecast = make_forecast(self.context.trainer, self.run.pipeline, cache)
-        seconds, full = forecast.seconds(spans), forecast.full_seconds(max_steps)
+        seconds, full = forecast.seconds(spans), forecast.full_seconds(clock.max_steps)
         with self.context.journal.at(0, 0.0):
             self.context.journal.write("profile", what="expectation", seconds=seconds, full_seconds=full)
         announce(in_words(seconds, full, policy.is_certain, layout.num_frozen_layers))

@@ -71,11 +71,6 @@ class Steps(ABC):
         return main_input_of(self.trainer.model)
 
     @cached_property
-    def _counts_tokens(self) -> bool:
-        # One rank per pipeline: the others have copies of what it reads.
-        return self.pipeline.stage.groups.is_first
-
-    @cached_property
     def _reference(self) -> Forward | None:
         return trl_compat.reference(self.trainer, self.pipeline.shell)
 
@@ -117,26 +112,22 @@ class Steps(ABC):
         """Wrap the optimizer's step."""
         return nullcontext()
 
-    @abstractmethod
-    def end_step(self, is_counted: bool) -> None:
+    def end_step(self, is_counted: bool) -> None:  # noqa: B027
         """Finish the optimizer step. `is_counted`: all ranks have finished this step, because Trainer logs here."""
 
     def report(self) -> dict[str, float]:
         """Return scalars to log and write them to the events file. Collective: call on every rank."""
         return {}
 
-    @abstractmethod
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027
         """Bring all stages to the same step and data position, nothing in flight. Collective: call on every rank."""
 
-    @abstractmethod
-    def end(self) -> None:
+    def end(self) -> None:  # noqa: B027
         """Drop what is in flight, also after an error."""
 
     def are_over(self, epoch_iterator: Any) -> bool:
         """Return True at the end of an epoch's iterator: Trainer asks for batches up to its own number of steps."""
-        is_at_end = self._is_short if self.loader is None else self.loader.is_at_end
-        return epoch_iterator is self._iterator and is_at_end and not self.num_read_ahead
+        return epoch_iterator is self._iterator and self._has_ended and not self.num_read_ahead
 
     def begin(self, epoch_iterator: Any, num_batches: int) -> tuple[list[Any], torch.Tensor | None]:
         """Read the batches of one step, and count the items of their losses over all replicas."""
@@ -206,7 +197,8 @@ class Steps(ABC):
         if args.torch_empty_cache_steps and trainer.state.global_step % args.torch_empty_cache_steps == 0:
             clear_device_cache()
 
-        self.metrics.begin_batch(batch, counts_tokens=self._counts_tokens)
+        # One rank per pipeline counts tokens: the others have copies of what it reads.
+        self.metrics.begin_batch(batch, counts_tokens=pipeline.stage.groups.is_first)
         return self._loader_batch(batch, number, step, num_items, write)
 
     def loss_of_all(self, loss: torch.Tensor) -> torch.Tensor:
@@ -223,7 +215,7 @@ class Steps(ABC):
         watching = self.context.gains.watching
 
         def forward(micro_batch: dict[str, Any]) -> torch.Tensor:
-            reads = nullcontext() if reference is None else trl_compat.reading_reference(trainer, micro_batch)
+            reads = trl_compat.reading_reference(trainer, micro_batch)
             with trainer.compute_loss_context_manager(), self.metrics.record_part(micro_batch), reads, watching():
                 loss: torch.Tensor = trainer.compute_loss(shell, micro_batch, num_items_in_batch=num_items)
             return loss

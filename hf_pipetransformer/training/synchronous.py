@@ -22,7 +22,7 @@ from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.compat.known_losses import known_loss
 from hf_pipetransformer.data.batches import detach_tags
 from hf_pipetransformer.data.effects import modes_kept
-from hf_pipetransformer.data.rng import random_state, set_random_state
+from hf_pipetransformer.data.rng import random_state, random_state_kept, set_random_state
 from hf_pipetransformer.engine.losses import (
     PARTS_TOLERANCE,
     SMALLEST_SCALE,
@@ -32,7 +32,7 @@ from hf_pipetransformer.engine.losses import (
 from hf_pipetransformer.report import logger
 from hf_pipetransformer.runtime.execution import LoaderBatch, StageRunner
 from hf_pipetransformer.runtime.joining import BatchesDifferError, ReplicaJoin, join_parts
-from hf_pipetransformer.training.metrics import MetricAccumulator, discard_metrics
+from hf_pipetransformer.training.metrics import MetricAccumulator, loss_apart
 from hf_pipetransformer.training.steps import StepBatches, Steps
 
 
@@ -151,7 +151,8 @@ class LossCheck:
         if not groups.is_last:
             return
         replicas = ReplicaJoin(groups, stage.settings.probe.placeholders) if groups.num_replicas > 1 else None
-        with discard_metrics(self.context.trainer), self._keeping_random_numbers(), self._without_dropout():
+        numbers = random_state_kept(self.pipeline.settings.device)
+        with loss_apart(self.context.trainer), numbers, self._without_dropout():
             try:
                 found = self._parts_and_whole(batch, entered, replicas)
             except BatchesDifferError:  # On every replica: texts of other lengths, whose mean does not depend on them.
@@ -212,15 +213,6 @@ class LossCheck:
             return loss.detach(), torch.zeros_like(entering)
         (gradient,) = torch.autograd.grad(loss, entering, allow_unused=True)
         return loss.detach(), torch.zeros_like(entering) if gradient is None else gradient
-
-    @contextmanager
-    def _keeping_random_numbers(self) -> Iterator[None]:
-        device = self.pipeline.settings.device
-        states = random_state(device)
-        try:
-            yield
-        finally:
-            set_random_state(*states, device)
 
     @contextmanager
     def _without_dropout(self) -> Iterator[None]:
@@ -322,12 +314,3 @@ class SynchronousSteps(Steps):
         squares = self.pipeline.runner.norms.squares()
         self.controller.watch_gradients(squares)
         return squares.sum().sqrt().float()
-
-    def end_step(self, is_counted: bool) -> None:
-        pass
-
-    def settle(self) -> None:
-        pass
-
-    def end(self) -> None:
-        pass

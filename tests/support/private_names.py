@@ -81,7 +81,6 @@ ATTRIBUTES = {
     "transformers.trainer:_loss_shifts_labels": "Trainer",
     "transformers.trainer:_total_loss_scalar": "Trainer",
     "transformers.trainer:_tr_loss": "Trainer",
-    "transformers.trainer:_train_batch_size": "Trainer",
     "trl.trainer.sft_trainer:_metrics": "SFTTrainer",
     "trl.trainer.sft_trainer:_total_train_tokens": "SFTTrainer",
 }
@@ -202,14 +201,11 @@ OVERRIDDEN = {
     "Trainer.create_model_card": (
         "self, language, license, tags, model_name, finetuned_from, tasks, dataset_tags, dataset, dataset_args"
     ),
-    "Trainer.end": "self",
     "Trainer.evaluate": "self, eval_dataset, ignore_keys, metric_key_prefix",
     "Trainer.get_train_dataloader": "self",
     "Trainer.evaluation_loop": ("self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix"),
     "Trainer.floating_point_ops": "self, inputs",
     "Trainer.get_batch_samples": "self, epoch_iterator, num_batches, device",
-    "Trainer.get_total_train_batch_size": "self, args",
-    "Trainer.get_tp_size": "self",
     "Trainer.hyperparameter_search": (
         "self, hp_space, compute_objective, n_trials, direction, backend, hp_name, kwargs"
     ),

@@ -205,7 +205,8 @@ class Own(InOrder, Trainer):
         if self.loss is None:
             return super().compute_loss(model, inputs, return_outputs)
         outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
-        loss = self.loss(outputs, inputs)
+        # As Trainer multiplies a share in a sum, of which it takes the mean: in a pipeline there is one process.
+        loss = self.loss(outputs, inputs) * self.accelerator.num_processes
         return (loss, outputs) if return_outputs else loss
 
 

@@ -82,7 +82,7 @@ class Double:
         self.is_inside_step = is_inside_step
         self.num_times_whole = 0
         self.warned_events: set[str] = set()
-        self.handler = StageCallbacks(CallbackHandler(list(callbacks), MODEL, *[None] * 3), self)
+        self.handler = StageCallbacks(CallbackHandler(list(callbacks), MODEL, *[None] * 3), self, None)
 
     @contextmanager
     def whole_model(self) -> Any:

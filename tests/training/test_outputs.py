@@ -9,6 +9,7 @@ import pytest
 from transformers import Trainer, TrainingArguments
 
 from hf_pipetransformer.data.batches import SampleBatch
+from hf_pipetransformer.trainer.overrides import PipelineAccelerator
 from hf_pipetransformer.training.evaluation import shape_without_rows
 from tests.distributed.refusal_worker import with_prototypes
 from tests.support.models import build_model, collate, make_dataset
@@ -36,7 +37,8 @@ def test_an_output_without_a_row_for_each_sample_is_found(
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", eval_strategy="epoch")
     given = {"model": with_prototypes(), "compute_metrics": ones, "eval_dataset": rows, **changes}
     trainer = Trainer(args=args, data_collator=collate, **given)
-    found = shape_without_rows(trainer, trainer.model, SampleBatch(collate([rows[i] for i in range(5)])), ignored)
+    trainer.accelerator = PipelineAccelerator(trainer.accelerator)
+    found = shape_without_rows(trainer, trainer.model, ignored, SampleBatch(collate([rows[i] for i in range(5)])))
     assert (found is None) == has_rows
     if not changes and not ignored:
         assert found == str(tuple(trainer.model.classifier.weight.shape))
