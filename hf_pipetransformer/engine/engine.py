@@ -127,21 +127,23 @@ class Engine:
         Micro-batches are looked up only when an action needs them. With `is_training=False`, forwards call
         `StageProgram.predict` and save nothing for a backward.
         """
-        return ActionListRun(self, actions, micro_batches, is_training)
+        run = ActionListRun(self, micro_batches, is_training)
+        run.extend(actions)
+        return run
 
 
 class ActionListRun:
     """Execution of an action list, which the caller may advance in several parts."""
 
-    def __init__(self, engine: Engine, actions: ActionList, micro_batches: MicroBatches, is_training: bool) -> None:
-        self.actions = actions
+    def __init__(self, engine: Engine, micro_batches: MicroBatches, is_training: bool) -> None:
+        self.actions: ActionList = ()
         self.num_posted: Counter[Op] = Counter()
         """Number of transfers of each kind posted so far."""
         self.programs, self.links, self.meter = engine.programs, engine.links, engine.meter
         self.micro_batches = micro_batches
         self.is_training = is_training
         # Stages with backwards. The others are frozen, so their forwards run without autograd.
-        self._active = _trained(actions)
+        self._active: set[int] = set()
         self._position = 0
         # Keyed by transfer, as a table may post several receives before it takes the first.
         self._arriving: dict[Action, Pending] = {}
@@ -149,7 +151,7 @@ class ActionListRun:
         self._leaving: dict[Action, Pending] = {}
         self._results: dict[int, Any] = {}
         for program in self.programs:
-            program.begin(actions)
+            program.clear()
 
     def extend(self, actions: ActionList, micro_batches: MicroBatches | None = None) -> None:
         """Continue with another action list, for other micro-batches if they are given.
@@ -162,21 +164,21 @@ class ActionListRun:
         self.actions, self._position = actions, 0
         self.micro_batches = self.micro_batches if micro_batches is None else micro_batches
         # Those of earlier lists too: this one may have forwards whose backwards come with the next.
-        self._active |= _trained(actions)
+        self._active |= {action.chunk for action in actions if action.op in BEGINS_BACKWARD}
         for program in self.programs:
             program.extend(actions)
 
-    def advance(self, until: Action | None = None, before: Action | None = None) -> None:
-        """Execute actions from where the last call stopped: through `until`, up to `before`, or to the end.
+    def advance(self, before: Action | None = None) -> None:
+        """Execute actions from where the last call stopped: up to `before`, or to the end.
 
         Raises:
-            ValueError: the action given is not among those left.
+            ValueError: `before` is not among those left.
         """
-        end, stop = len(self.actions), until or before
-        if stop is not None:
-            if stop not in self.actions[self._position :]:
-                raise ValueError(f"{stop} is not among the {end - self._position} actions that are left.")
-            end = self.actions.index(stop, self._position) + (until is not None)
+        end = len(self.actions)
+        if before is not None:
+            if before not in self.actions[self._position :]:
+                raise ValueError(f"{before} is not among the {end - self._position} actions that are left.")
+            end = self.actions.index(before, self._position)
         with self.meter.part("pipeline"):
             while self._position < end:
                 action = self.actions[self._position]
@@ -190,7 +192,7 @@ class ActionListRun:
             # What is left are sends that no message confirms: gradients, and outputs of frozen stages.
             self._let_go(list(self._leaving))
         for program in self.programs:
-            program.begin(())  # Frees what the passes of a run share.
+            program.clear()  # Frees what the passes of a run share.
         return self.take_results()
 
     def take_results(self) -> list[Any]:
@@ -221,7 +223,7 @@ class ActionListRun:
         self._arriving.clear()
         self._leaving.clear()
         self._to_send.clear()
-        program.begin(())
+        program.clear()
 
     # ---- computations ----
 
@@ -305,10 +307,6 @@ class ActionListRun:
             if pending is not None:
                 with self.meter.waiting(send):
                     pending.wait()
-
-
-def _trained(actions: ActionList) -> set[int]:
-    return {action.chunk for action in actions if action.op in BEGINS_BACKWARD}
 
 
 _HANDLERS: dict[Op, Callable[[ActionListRun, Action], None]] = {

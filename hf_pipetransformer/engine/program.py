@@ -87,11 +87,11 @@ class StageProgram(Protocol):
     Activations and gradients that enter and leave have the micro-batch's `activation_shape`.
     """
 
-    def begin(self, actions: ActionList) -> None:
-        """Start a run of an action list, and drop all state of an earlier run."""
+    def clear(self) -> None:
+        """Drop all state of a run: before it, as an error may have ended an earlier one, and after it."""
 
     def extend(self, actions: ActionList) -> None:
-        """Continue the run with another action list; most programs have nothing to do then."""
+        """Learn the next action list of a run, its first or one that follows; most programs have nothing to do."""
         return None
 
     def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
@@ -125,8 +125,8 @@ class ProgramWrapper(StageProgram):
     def __init__(self, program: StageProgram) -> None:
         self.program = program
 
-    def begin(self, actions: ActionList) -> None:
-        self.program.begin(actions)
+    def clear(self) -> None:
+        self.program.clear()
 
     def extend(self, actions: ActionList) -> None:
         self.program.extend(actions)
@@ -176,7 +176,7 @@ class ModelProgram(StageProgram):
         )
         self._held: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
 
-    def begin(self, actions: ActionList) -> None:
+    def clear(self) -> None:
         # A run that an error ended has left graphs behind, which would hold their memory through this one.
         self._held.clear()
         self.weight_gradients.clear()

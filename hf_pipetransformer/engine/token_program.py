@@ -167,11 +167,13 @@ class TokenSliceProgram(ProgramWrapper):
         self._contexts: dict[int, KeptContext] = {}
         self._is_trained = False
 
-    def begin(self, actions: ActionList) -> None:
+    def clear(self) -> None:
         self._contexts.clear()
-        # A run that goes on with other actions is a generation, and trains nothing.
+        self.program.clear()
+
+    def extend(self, actions: ActionList) -> None:
         self._is_trained = any(action.op in BEGINS_BACKWARD for action in actions)
-        self.program.begin(actions)
+        self.program.extend(actions)
 
     def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
         return self.program.forward(self._with_context(micro_batch), received)

@@ -70,16 +70,15 @@ class RecomputingProgram(ProgramWrapper):
         self._recomputed: frozenset[int] = frozenset()
         self._starts: dict[int, _Start] = {}
 
-    def begin(self, actions: ActionList) -> None:
-        self.program.begin(actions)
+    def clear(self) -> None:
+        self.program.clear()
         self._starts.clear()
-        # All steps of a layout run the same list, so a look at its identity is enough.
-        if actions is not self._actions:
-            self._actions, self._recomputed = actions, recomputed_micro_batches(actions, self.chunk, self.mode)
 
     def extend(self, actions: ActionList) -> None:
         self.program.extend(actions)
-        self._actions, self._recomputed = actions, recomputed_micro_batches(actions, self.chunk, self.mode)
+        # All steps of a layout run the same list, so a look at its identity is enough.
+        if actions is not self._actions:
+            self._actions, self._recomputed = actions, recomputed_micro_batches(actions, self.chunk, self.mode)
 
     def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
         if not torch.is_grad_enabled() or micro_batch.index not in self._recomputed:
@@ -131,10 +130,10 @@ class CachedEntryProgram(StageProgram):
     dtype_out: torch.dtype
     device: torch.device
 
-    def begin(self, actions: ActionList) -> None:
-        self.whole.begin(actions)
+    def clear(self) -> None:
+        self.whole.clear()
         if self.above is not None:
-            self.above.begin(actions)
+            self.above.clear()
 
     def extend(self, actions: ActionList) -> None:
         self.whole.extend(actions)

@@ -69,7 +69,7 @@ def run_slices(
         )
         for number, (own, (start, stop)) in enumerate(zip(slices, pairwise(bounds), strict=True))
     ]  # fmt: skip
-    program.begin(actions)
+    program.extend(actions)
     losses = []
     for part in parts:
         losses.append(float(program.forward(part, None)))
@@ -133,7 +133,6 @@ def why_no_head_slices(target: ProbeTarget, structure: Structure, slices: HeadSl
     program = HeadProgram(plan, of(blocks), of(blocks[:-1]), of(blocks[-1:]), torch.float32, sends_gradient=False)
     with gradients_discarded(target.model):
         try:
-            program.begin(())
             loss = program.forward(whole, None)
             program.backward_input(whole, None)
         except torch.OutOfMemoryError:
