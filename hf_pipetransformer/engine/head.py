@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import pairwise
+
 import torch
 
 from hf_pipetransformer.data.batches import count_items, cut_tokens

@@ -28,7 +28,6 @@ from hf_pipetransformer.engine.engine import Engine
 from hf_pipetransformer.engine.losses import LossRule
 from hf_pipetransformer.engine.program import TokenSpan
 from hf_pipetransformer.runtime.execution import LoaderBatch
-from hf_pipetransformer.schedules.tables import FORWARD_ONLY
 from hf_pipetransformer.splitters.adapters import bare_model
 from hf_pipetransformer.splitters.base import media_of
 
@@ -287,7 +286,7 @@ class Passes:
                 replace(part, place=TokenSpan(each.batch_slice, num_kept + each.start, num_kept + each.stop, None))
                 for part, each in zip(cut, places, strict=True)
             ]
-        return runner.actions(FORWARD_ONLY[layout.placement], len(cut)), cut
+        return runner.forwards(len(cut)), cut
 
     def _last_logits(self, inputs: dict[str, Any]) -> torch.Tensor:
         logits: torch.Tensor = self._forward(**inputs).logits[:, -1:]
