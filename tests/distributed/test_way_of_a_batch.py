@@ -79,3 +79,5 @@ def test_a_batch_passes_few_files_and_frames(tmp_path: Path) -> None:
     for rank, found in enumerate(run(passed, tmp_path, num_processes=2, timeout=120)):
         print(f"rank {rank}: {len(found['files'])} files, {len(found['frames'])} frames")
         print("", *found["files"], "", *found["frames"], sep="\n  ")
+        assert 0 < len(found["files"]) <= MOST_FILES
+        assert 0 < len(found["frames"]) <= MOST_FRAMES[rank]
