@@ -47,7 +47,7 @@ Span = tuple[str, Any, Any]
 
 
 def moment(device: torch.device) -> Any:
-    """Return an event that a GPU records when it gets there, for which the host does not wait; else the clock's time."""
+    """Return an event that a GPU records when it gets there, while the host goes on; elsewhere seconds of a clock."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)

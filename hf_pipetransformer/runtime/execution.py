@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import recursively_apply
 
 from hf_pipetransformer.comm.staging import Arriving, CopyStream
 from hf_pipetransformer.comm.transfers import broadcast_tree, reduced
@@ -31,7 +32,7 @@ from hf_pipetransformer.engine.reduction import GradientReducer, last_gradients
 from hf_pipetransformer.planning.layouts import evaluation_microbatches
 from hf_pipetransformer.runtime.joining import BatchOfAll, ReplicaJoin, join_parts
 from hf_pipetransformer.runtime.loss_call import LossCall
-from hf_pipetransformer.runtime.messages import as_message, from_message, mapped, num_bytes, spread
+from hf_pipetransformer.runtime.messages import as_message, from_message, num_bytes, spread
 from hf_pipetransformer.runtime.stage import GradientNorms, Stage
 from hf_pipetransformer.schedules.abilities import FORWARDS_FIRST
 from hf_pipetransformer.schedules.actions import BEGINS_BACKWARD, SENDS, Action, ActionList
@@ -336,7 +337,7 @@ class StageRunner:
         output = self._computed(call)
         if call.found is not None:
             output = call.found.own_outputs(output if how.reduce is None else how.reduce(output, call.found.inputs))
-            output = mapped(torch.Tensor.cpu, output)
+            output = recursively_apply(torch.Tensor.cpu, output)
         return self._told(output, how)
 
     def _entering_head(self, parts: Sequence[MicroBatch]) -> list[torch.Tensor]:
@@ -374,7 +375,7 @@ class StageRunner:
 
         def run(hidden: torch.Tensor, given: dict[str, Any]) -> Any:
             output = head(hidden, given)
-            return mapped(torch.Tensor.cpu, output if how.reduce is None else how.reduce(output, given))
+            return recursively_apply(torch.Tensor.cpu, output if how.reduce is None else how.reduce(output, given))
 
         if how.reduce is not None and len(parts) > 1 and self.scope is LossScope.PARTS:
             # Measured on one part and kept: it depends on the widths and dtypes of the head, hardly on the batch.

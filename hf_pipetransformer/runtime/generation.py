@@ -30,6 +30,7 @@ from hf_pipetransformer.engine.program import TokenSpan
 from hf_pipetransformer.runtime.execution import LoaderBatch
 from hf_pipetransformer.splitters.adapters import bare_model
 from hf_pipetransformer.splitters.base import media_of
+from hf_pipetransformer.splitters.view import overriding_forwards
 
 
 if TYPE_CHECKING:
@@ -212,7 +213,7 @@ class Passes:
     @contextmanager
     def replacing_forward(self, model: Any) -> Iterator[None]:
         """Run the forwards of `model` as passes inside, except those that the stages call for their own part."""
-        original, own = model.forward, vars(model).get("forward")
+        original = model.forward
 
         @wraps(original)  # `generate` reads the signature.
         def forward(*args: Any, **inputs: Any) -> Any:
@@ -220,15 +221,12 @@ class Passes:
                 return original(*args, **inputs)
             return self._pass(inputs)
 
-        model.forward = forward
         try:
-            yield
-            if self._run is not None:
-                self._run.drain()
+            with overriding_forwards([(model, forward)]):
+                yield
+                if self._run is not None:
+                    self._run.drain()
         finally:
-            del model.forward
-            if own is not None:
-                model.forward = own
             # The keys and values would stay until the next batch.
             self._engine.begin((), (), is_training=False)
 

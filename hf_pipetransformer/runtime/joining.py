@@ -8,10 +8,10 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from accelerate.utils import recursively_apply
 
 from hf_pipetransformer.comm.transfers import all_gather_trees, gather_rows
 from hf_pipetransformer.data.batches import Axis, SampleBatch, has_samples, take_samples
-from hf_pipetransformer.runtime.messages import mapped
 
 
 if TYPE_CHECKING:
@@ -52,7 +52,9 @@ class Joined:
         What has no row for each joined sample, such as the loss, is of all replicas, and stays as it is.
         """
         num_rows = len(self.entering)
-        return mapped(lambda each: self.own_rows(each) if each.dim() and len(each) == num_rows else each, output)
+        return recursively_apply(
+            lambda each: self.own_rows(each) if each.dim() and len(each) == num_rows else each, output
+        )
 
 
 @dataclass(frozen=True)

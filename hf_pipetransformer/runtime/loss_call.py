@@ -7,8 +7,7 @@ is cut into micro-batches are the arguments of the model, not the batch that the
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from hf_pipetransformer.data.rng import drawing_from, same_states
 from hf_pipetransformer.engine.losses import LossRule
 from hf_pipetransformer.runtime.joining import BatchOfAll, Joined, join_parts
 from hf_pipetransformer.splitters.adapters import bare_model
+from hf_pipetransformer.splitters.view import overriding_forwards
 
 
 if TYPE_CHECKING:
@@ -93,8 +93,10 @@ class LossCall:
         of_reference = {name: torch.cat([part.inputs[name] for part in cut]) for name in names}
         # The versions show what the loss has changed in place before it calls the model.
         self._versions = {id(each): each._version for each in self._given.values() if isinstance(each, torch.Tensor)}
+        # In place of the outermost of these that is called the pipeline runs. Bound now, as they call the replacement.
+        forwards = [(each, partial(self._forward, each, each.forward)) for each in self.stage.view.modules_around()]
         try:
-            with self._replacing_forward(), drawing_from(self.batch.shared):
+            with overriding_forwards(forwards), drawing_from(self.batch.shared):
                 result = self.batch.forward({**self._given, **of_reference})
         except LeavesLoss as left:
             # The traceback references the frames of the loss, and with them its tensors.
@@ -137,22 +139,6 @@ class LossCall:
     @property
     def _name(self) -> str:
         return type(bare_model(self.stage.view.model)).__name__
-
-    @contextmanager
-    def _replacing_forward(self) -> Iterator[None]:
-        """Have the pipeline run inside in place of the outermost module that is called and has all layers."""
-        modules = self.stage.view.modules_around()
-        before = [(module, vars(module).get("forward")) for module in modules]
-        for module in modules:
-            # Bound now, since the module has the replacement while it is called.
-            module.forward = partial(self._forward, module, module.forward)
-        try:
-            yield
-        finally:
-            for module, own in before:
-                del module.forward
-                if own is not None:
-                    module.forward = own
 
     def _forward(self, module: nn.Module, own_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._is_inside:
