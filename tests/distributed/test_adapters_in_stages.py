@@ -120,7 +120,7 @@ class Holdings(TrainerCallback):
             "weights": sum(p.numel() for p in stage.store.held().values()),
             "planned": trained_elements(stage.layout, costs)[stage.groups.position],
             "adapters": sum(
-                p.numel() for name, p in stage.store.held().items() if p.requires_grad and stage.owns_state_of(name)
+                p.numel() for p in stage.trained_here().values()
             ),
         }
 
