@@ -16,7 +16,7 @@ import torch
 from hf_pipetransformer.comm.errors import wait_for
 from hf_pipetransformer.comm.transfers import post, receiving, sending, with_tensor
 from hf_pipetransformer.engine.timing import NOTHING
-from hf_pipetransformer.schedules.actions import BEGINS_BACKWARD, Action, ActionList, Op
+from hf_pipetransformer.schedules.actions import BEGINS_BACKWARD, GIVES, NEEDS, Action, ActionList, Op
 
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class ActionListRun:
         self._active: set[int] = set()
         self._position = 0
         # Keyed by transfer, as a table may post several receives before it takes the first.
-        self._arriving: dict[Action, Pending] = {}
+        self._arriving: dict[Action, Pending | torch.Tensor] = {}
         self._to_send: dict[Action, torch.Tensor] = {}
         self._leaving: dict[Action, Pending] = {}
         self._results: dict[int, Any] = {}
@@ -219,7 +219,8 @@ class ActionListRun:
                 self._leaving[Action(send, i)] = wire.send(wire.zeros(shape_of(i)))
         # All is posted before the first wait, here and on the neighbors, so nobody waits for one that waits.
         for pending in (*self._arriving.values(), *self._leaving.values()):
-            pending.wait()
+            if not isinstance(pending, torch.Tensor):
+                pending.wait()
         self._arriving.clear()
         self._leaving.clear()
         self._to_send.clear()
@@ -230,7 +231,7 @@ class ActionListRun:
     def _forward(self, action: Action) -> None:
         _, i, chunk = action
         program, links = self.programs[chunk], self.links[chunk]
-        received = self._take(links.forward_in, action, Op.RECEIVE_FORWARD)
+        received = self._take(links.forward_in, action)
         run = program.forward if self.is_training else program.predict
         is_trained = self.is_training and chunk in self._active
         # To set the mode takes longer than to ask for it, and in training it mostly is the right one.
@@ -241,19 +242,19 @@ class ActionListRun:
             self._results[i] = result
         else:
             # Detached also between two stages of this rank: the backward of each is an action of its own.
-            self._hand_on(result.detach(), links.forward_out, Op.SEND_FORWARD, Op.RECEIVE_FORWARD, action)
+            self._hand_on(result.detach(), links.forward_out, action)
 
     def _backward(self, action: Action) -> None:
         op, i, chunk = action
         program, links = self.programs[chunk], self.links[chunk]
-        received = self._take(links.backward_in, action, Op.RECEIVE_BACKWARD)
+        received = self._take(links.backward_in, action)
         # The peer has run its backward, so it has received the activation: this wait returns at once and frees it.
         self._let_go([_with_op(action, Op.SEND_FORWARD)])
         run = program.backward if op is Op.BACKWARD else program.backward_input
         with self.meter.part("backward"), self.meter.tracing(action):
             gradient = run(self.micro_batches[i], received)
         if gradient is not None and links.backward_out is not None:
-            self._hand_on(gradient, links.backward_out, Op.SEND_BACKWARD, Op.RECEIVE_BACKWARD, action)
+            self._hand_on(gradient, links.backward_out, action)
 
     def _backward_weight(self, action: Action) -> None:
         with self.meter.part("backward"), self.meter.tracing(action):
@@ -261,11 +262,11 @@ class ActionListRun:
 
     # ---- transfers ----
 
-    def _hand_on(self, tensor: torch.Tensor, to: Link | Local, send: Op, receive: Op, action: Action) -> None:
+    def _hand_on(self, tensor: torch.Tensor, to: Link | Local, action: Action) -> None:
         if isinstance(to, Local):
-            self._arriving[Action(receive, action.micro_batch, to.chunk)] = _Here(tensor)
+            self._arriving[Action(NEEDS[action.op], action.micro_batch, to.chunk)] = tensor
         else:
-            self._to_send[_with_op(action, send)] = tensor
+            self._to_send[_with_op(action, GIVES[action.op])] = tensor
 
     def _post_receive(self, action: Action) -> None:
         links = self.links[action.chunk]
@@ -287,17 +288,17 @@ class ActionListRun:
         self.meter.posting(action)
         self._leaving[action] = _wire(link, action).send(self._to_send.pop(action))
 
-    def _take(self, link: Link | Local | None, action: Action, receive: Op) -> torch.Tensor | None:
+    def _take(self, link: Link | Local | None, action: Action) -> torch.Tensor | None:
         """Return the tensor that `action` consumes, waiting for its transfer; None at an end of the pipeline."""
         if link is None:
             return None
-        transfer = _with_op(action, receive)
+        transfer = _with_op(action, NEEDS[action.op])
         pending = self._arriving.pop(transfer, None)
         # Only a wrong table gets here; waiting would hang instead of saying so.
         if pending is None:
             raise ValueError(f"The table has {action} before what it takes was received or handed over.")
-        if isinstance(pending, _Here):
-            return pending.wait()
+        if isinstance(pending, torch.Tensor):
+            return pending
         with self.meter.waiting(transfer):
             return pending.wait()
 
@@ -326,14 +327,6 @@ _HANDLERS: dict[Op, Callable[[ActionListRun, Action], None]] = {
 def _with_op(action: Action, op: Op) -> Action:
     """Return the transfer or computation of another kind for the same micro-batch; those of a schedule recur."""
     return action._replace(op=op)
-
-
-@dataclass
-class _Here:
-    tensor: torch.Tensor
-
-    def wait(self) -> torch.Tensor:
-        return self.tensor
 
 
 def _wire(link: Link | Local | None, action: Action) -> Link:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -483,8 +483,8 @@ def _joined_outputs(outputs: list[Any], batch: SampleBatch, parts: Sequence[Micr
     return join_outputs(outputs, [part.weight for part in parts], Axis.of(batch, sizes).joined)
 
 
-class OnDevice(Sequence[MicroBatch]):
-    """Micro-batches that are moved to the device on first lookup, together with a prefetch of the next one.
+class OnDevice:
+    """Micro-batches by number, moved to the device on first lookup, together with a prefetch of the next one.
 
     `uses` is the number of lookups of each: the device copy is freed after the last one. `prepare` moves inputs to the
     device, on the stream `copies`.
@@ -492,30 +492,23 @@ class OnDevice(Sequence[MicroBatch]):
 
     def __init__(
         self,
-        parts: list[MicroBatch],
+        parts: Iterable[MicroBatch],
         uses: Counter[int],
         prepare: Callable[[dict[str, Any]], dict[str, Any]],
         copies: CopyStream,
     ) -> None:
-        self._parts = parts
+        self.parts = {part.index: part for part in parts}
         self._num_left = uses
         self._prepare = prepare
         self.copies = copies
         self._coming: dict[int, Arriving[dict[str, Any]]] = {}
         self._there: dict[int, MicroBatch] = {}
 
-    def __len__(self) -> int:
-        return len(self._parts)
-
-    def shape(self, i: int) -> tuple[int, ...]:
-        """Return the shape of a micro-batch's activation, without looking the micro-batch up."""
-        return self._parts[i].activation_shape
-
-    def __getitem__(self, i: Any) -> Any:
+    def __getitem__(self, i: int) -> MicroBatch:
         if i not in self._there:
             self._fetch(i)
             inputs = self._coming.pop(i).on_device()
-            self._there[i] = self._parts[i].with_inputs(inputs)
+            self._there[i] = self.parts[i].with_inputs(inputs)
             # Ahead, so that the copy runs beside the computations of this one.
             self._fetch(i + 1)
         self._num_left[i] -= 1
@@ -524,5 +517,5 @@ class OnDevice(Sequence[MicroBatch]):
     def _fetch(self, i: int) -> None:
         # Neither beyond the last one nor what no action of this rank looks up.
         if self._num_left[i] and i not in self._coming and i not in self._there:
-            given = self._parts[i].inputs
+            given = self.parts[i].inputs
             self._coming[i] = self.copies.start(lambda: self._prepare(given))
