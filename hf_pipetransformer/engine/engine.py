@@ -121,13 +121,12 @@ class Engine:
         self.links = links
         self.meter = meter
 
-    def begin(self, actions: ActionList, micro_batches: MicroBatches, is_training: bool = True) -> ActionListRun:
+    def begin(self, actions: ActionList, micro_batches: MicroBatches) -> ActionListRun:
         """Start executing an action list. No action runs before `ActionListRun.advance` or `ActionListRun.drain`.
 
-        Micro-batches are looked up only when an action needs them. With `is_training=False`, forwards call
-        `StageProgram.predict` and save nothing for a backward.
+        Micro-batches are looked up only when an action needs them.
         """
-        run = ActionListRun(self, micro_batches, is_training)
+        run = ActionListRun(self, micro_batches)
         run.extend(actions)
         return run
 
@@ -135,14 +134,13 @@ class Engine:
 class ActionListRun:
     """Execution of an action list, which the caller may advance in several parts."""
 
-    def __init__(self, engine: Engine, micro_batches: MicroBatches, is_training: bool) -> None:
+    def __init__(self, engine: Engine, micro_batches: MicroBatches) -> None:
         self.actions: ActionList = ()
         self.num_posted: Counter[Op] = Counter()
         """Number of transfers of each kind posted so far."""
         self.programs, self.links, self.meter = engine.programs, engine.links, engine.meter
         self.micro_batches = micro_batches
-        self.is_training = is_training
-        # Stages with backwards. The others are frozen, so their forwards run without autograd.
+        # Stages with backwards. The others are frozen, or only predict: their forwards run without autograd.
         self._active: set[int] = set()
         self._position = 0
         # Keyed by transfer, as a table may post several receives before it takes the first.
@@ -232,12 +230,11 @@ class ActionListRun:
         _, i, chunk = action
         program, links = self.programs[chunk], self.links[chunk]
         received = self._take(links.forward_in, action)
-        run = program.forward if self.is_training else program.predict
-        is_trained = self.is_training and chunk in self._active
+        is_trained = chunk in self._active
         # To set the mode takes longer than to ask for it, and in training it mostly is the right one.
         mode = NOTHING if torch.is_grad_enabled() == is_trained else torch.set_grad_enabled(is_trained)
         with mode, self.meter.part("forward"), self.meter.tracing(action):
-            result = run(self.micro_batches[i], received)
+            result = program.forward(self.micro_batches[i], received)
         if links.forward_out is None:
             self._results[i] = result
         else:
@@ -280,7 +277,7 @@ class ActionListRun:
     def _post_send(self, action: Action) -> None:
         op, _, chunk = action
         links = self.links[chunk]
-        if op is Op.SEND_BACKWARD or not self.is_training or chunk not in self._active:
+        if op is Op.SEND_BACKWARD or chunk not in self._active:
             # No gradient will come back to confirm earlier sends; wait for them here to bound the memory they hold.
             self._let_go([sent for sent in self._leaving if (sent.op, sent.chunk) == (op, chunk)])
         link = links.forward_out if op is Op.SEND_FORWARD else links.backward_out

@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -134,11 +135,11 @@ class HeadProgram(ProgramWrapper):
         if self.layers is not None:
             self.layers.extend(actions)
 
-    def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
         mode = self.plan.mode
         if self._is_cut and torch.is_grad_enabled():
             return self._forward_in_slices(micro_batch, received)
-        if mode is HeadMode.PARTS:
+        if mode is HeadMode.PARTS or micro_batch.is_predicted:
             return self.program.forward(micro_batch, received)
         if mode is HeadMode.WATCHED:
             # Layers and head run in one call here, so a hook has to note what passes between them.

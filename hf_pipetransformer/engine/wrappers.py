@@ -80,7 +80,7 @@ class RecomputingProgram(ProgramWrapper):
         if actions is not self._actions:
             self._actions, self._recomputed = actions, recomputed_micro_batches(actions, self.chunk, self.mode)
 
-    def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
         if not torch.is_grad_enabled() or micro_batch.index not in self._recomputed:
             return self.program.forward(micro_batch, received)
         cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
@@ -140,21 +140,13 @@ class CachedEntryProgram(StageProgram):
         if self.above is not None:
             self.above.extend(actions)
 
-    def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
         if micro_batch.tags is None:
             return self.whole.forward(micro_batch, received)
         entry = self._bring_to_entry(received, micro_batch, micro_batch.tags)
         if self.above is None:
             return as_sent(entry, micro_batch, self.dtype_out)
         return self.above.forward(micro_batch, entry)
-
-    def predict(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
-        if micro_batch.tags is None:
-            return self.whole.predict(micro_batch, received)
-        entry = self._bring_to_entry(received, micro_batch, micro_batch.tags)
-        if self.above is None:
-            return as_sent(entry, micro_batch, self.dtype_out)
-        return self.above.predict(micro_batch, entry)
 
     def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
         return self._active(micro_batch).backward_input(micro_batch, gradient)

@@ -261,8 +261,8 @@ class StageRunner:
         Collective: call on every rank of the pipeline.
         """
         actions = self.forwards(len(cut))
-        parts = OnDevice([replace(part, forward=reference) for part in cut], _uses(actions), prepare, self.copies)
-        found = self.stage.engine.begin(actions, parts, is_training=False).drain()
+        given = [replace(part, forward=reference, is_predicted=True) for part in cut]
+        found = self.stage.engine.begin(actions, OnDevice(given, _uses(actions), prepare, self.copies)).drain()
         # Results come out on the last stage alone, whose head is the one to read the entries.
         if not found:
             return cut
@@ -342,8 +342,8 @@ class StageRunner:
 
     def _entering_head(self, parts: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Return what enters the head in each micro-batch on the last stage; the head sees the whole batch at once."""
-        parts = [replace(part, ends_before_head=True) for part in parts]
-        return self.stage.engine.begin(self.forwards(len(parts)), parts, is_training=False).drain()
+        parts = [replace(part, is_predicted=True, ends_before_head=True) for part in parts]
+        return self.stage.engine.begin(self.forwards(len(parts)), parts).drain()
 
     def _told(self, output: Any, how: Prediction) -> Any:
         """Return the last stage's output on every stage."""

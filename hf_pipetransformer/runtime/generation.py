@@ -228,7 +228,7 @@ class Passes:
                     self._run.drain()
         finally:
             # The keys and values would stay until the next batch.
-            self._engine.begin((), (), is_training=False)
+            self._engine.begin((), ())
 
     def _pass(self, inputs: dict[str, Any]) -> CausalLMOutputWithPast:
         """Return the logits of the last token of each sequence, `(batch, 1, vocabulary)`, on every rank.
@@ -245,7 +245,7 @@ class Passes:
         num_rows, num_new = inputs[self.runner.activation.main_input].shape
         self._num_kept += num_new
         if self._run is None:
-            self._run = self._engine.begin(actions, parts, is_training=False)
+            self._run = self._engine.begin(actions, parts)
         else:
             self._run.extend(actions, parts)
         self._run.advance()
@@ -278,6 +278,7 @@ class Passes:
         bounds = [num_new * number // num_slices for number in range(num_slices + 1)]
         batch = LoaderBatch(SampleBatch(inputs), self._last_logits, num_rows)
         cut = runner.cut(batch, LossRule.MEAN, count, bounds if num_slices > 1 else ())
+        cut = [replace(part, is_predicted=True) for part in cut]
         if num_kept is not None:
             places = [part.place or TokenSpan(part.index, 0, num_new, None) for part in cut]
             cut = [

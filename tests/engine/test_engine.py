@@ -50,10 +50,6 @@ class Scaling:
         output = entering * self.factor
         return output.sum() if self.is_last else output
 
-    def predict(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
-        assert not torch.is_grad_enabled()
-        return self.forward(micro_batch, received)
-
     def backward(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
         sent = self.backward_input(micro_batch, gradient)
         self.backward_weight(micro_batch)
@@ -131,9 +127,7 @@ def test_a_prediction_keeps_nothing_and_gives_results_in_order(kind: str) -> Non
     programs, micro_batches = make_programs(4), make_micro_batches(3)
     engines = make_engines(placement, lambda stage: programs[stage])
     table = FORWARD_ONLY[kind].table(2, 3, 2)
-    runs = [
-        engine.begin(actions, micro_batches, is_training=False) for engine, actions in zip(engines, table, strict=True)
-    ]
+    runs = [engine.begin(actions, micro_batches) for engine, actions in zip(engines, table, strict=True)]
     first, second = together([run.drain for run in runs])
     expected = [float(24 * batch.inputs["x"].sum()) for batch in micro_batches]
     assert [float(result) for result in first + second] == pytest.approx(expected)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -277,7 +278,7 @@ class VersionedProgram(ProgramWrapper):
         super().__init__(program)
         self.weights = weights
 
-    def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
         with self.weights.forward(micro_batch.index, micro_batch.step):
             return self.program.forward(micro_batch, received)
 
