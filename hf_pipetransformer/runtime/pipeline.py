@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from accelerate.utils import convert_to_fp32
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from hf_pipetransformer.runtime.stage import Stage, StageSettings
     from hf_pipetransformer.schedules.layout import Layout
     from hf_pipetransformer.startup.planner import StartUp
-    from hf_pipetransformer.training.training import Training
 
 
 class PipelineShell(nn.Module):
@@ -102,6 +101,13 @@ class PipelineShell(nn.Module):
         return type(bare_model(self.module)).__name__
 
 
+class Settling(Protocol):
+    """Work that may be in flight between two steps."""
+
+    def settle(self) -> None:
+        """Finish it. Collective: call on every rank."""
+
+
 class Pipeline:
     """Model on its stages, for the lifetime of one start-up. Transitions replace `stage` and `runner`.
 
@@ -127,7 +133,7 @@ class Pipeline:
         """True if the data set used at start-up has labels."""
         self.shared_rng: SharedRngState | None = None
         """RNG state that one process would have, in a training with several ranks."""
-        self.steps: Training | None = None
+        self.steps: Settling | None = None
         """Training in progress, which may have work in flight between two steps."""
         self.persistent_loaders: dict[str, PipelineLoader] = {}
         """Evaluation loaders that are reused from one evaluation to the next."""
