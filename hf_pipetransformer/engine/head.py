@@ -26,7 +26,6 @@ import torch
 from hf_pipetransformer.data.batches import count_items, cut_tokens
 from hf_pipetransformer.engine.losses import LossRule
 from hf_pipetransformer.engine.program import MicroBatch, ModelProgram, ProgramWrapper, StageProgram, as_sent
-from hf_pipetransformer.schedules.actions import ActionList
 
 
 class HeadMode(Enum):
@@ -116,7 +115,7 @@ class HeadProgram(ProgramWrapper):
         dtype_entering: torch.dtype,
         sends_gradient: bool,
     ) -> None:
-        super().__init__(program)
+        super().__init__(program, layers, head)
         self.plan = plan
         self.layers = layers
         self.head = head
@@ -124,16 +123,8 @@ class HeadProgram(ProgramWrapper):
         self.sends_gradient = sends_gradient
 
     def clear(self) -> None:
-        for program in (self.program, self.layers, self.head):
-            if program is not None:
-                program.clear()
+        super().clear()
         self.plan.gradients.clear()
-
-    def extend(self, actions: ActionList) -> None:
-        super().extend(actions)
-        # The head alone does the same whatever the list is.
-        if self.layers is not None:
-            self.layers.extend(actions)
 
     def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
         mode = self.plan.mode

@@ -119,16 +119,22 @@ class StageProgram(Protocol):
 
 
 class ProgramWrapper(StageProgram):
-    """Stage program around another one. Calls that a subclass does not override pass through."""
+    """Stage program around another one. Calls that a subclass does not override pass through.
 
-    def __init__(self, program: StageProgram) -> None:
+    `others` run in its place, as a subclass decides.
+    """
+
+    def __init__(self, program: StageProgram, *others: StageProgram | None) -> None:
         self.program = program
+        self._programs = [each for each in (program, *others) if each is not None]
 
     def clear(self) -> None:
-        self.program.clear()
+        for program in self._programs:
+            program.clear()
 
     def extend(self, actions: ActionList) -> None:
-        self.program.extend(actions)
+        for program in self._programs:
+            program.extend(actions)
 
     def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
         return self.program.forward(micro_batch, received)

@@ -166,8 +166,8 @@ class TokenSliceProgram(ProgramWrapper):
         self._contexts: dict[int, KeptContext] = {}
 
     def clear(self) -> None:
+        super().clear()
         self._contexts.clear()
-        self.program.clear()
 
     def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
         output, place = self.program.forward(self._with_context(micro_batch), received), micro_batch.place

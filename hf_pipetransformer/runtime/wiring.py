@@ -154,7 +154,7 @@ class _Programs:
             below,
             entry_block,
             above=self._with_head(stage, above) if above else None,
-            whole=whole,
+            program=whole,
             dtype_entry=self.settings.probe.boundary_dtypes[entry_block - 1],
             dtype_out=self._dtype_out(blocks[-1]),
             device=self.settings.device,
