@@ -15,7 +15,7 @@ from hf_pipetransformer.engine.engine import Engine
 from hf_pipetransformer.engine.weights.stage import StageWeights, VersionedProgram
 from hf_pipetransformer.runtime.execution import OnDevice
 from hf_pipetransformer.schedules.actions import COMPUTATIONS, Action, ActionList, Op
-from hf_pipetransformer.schedules.asynchronous import enough, step_actions
+from hf_pipetransformer.schedules.asynchronous import step_actions
 
 
 if TYPE_CHECKING:
@@ -98,8 +98,8 @@ class Window:
         gone = [number for batch in self._steps.popleft() for number in batch.parts]
         size = len(gone)
         self._before.append(size)
-        # Micro-batches of older steps have no influence on the next actions.
-        while sum(self._before) - self._before[0] >= enough(self.groups.pipeline_size):
+        # Micro-batches of older steps have no influence on the next actions, see `step_actions`.
+        while sum(self._before) - self._before[0] >= self.groups.pipeline_size:
             self._before.popleft()
         for number in gone:
             del self._micro_batches[number]
