@@ -79,8 +79,8 @@ class FaultBoard:
         self.rank = rank
         self.world_size = world_size
         self.patience = max(patience, _SHORTEST_PATIENCE)
-        self._record = record
-        self._abort = abort
+        self.record = record
+        self.abort = abort
         self._watch: _Watch | None = None
         self._lost: list[int] = []
         # Numbered keys: a cause from an earlier trainer of this process, or already recovered from, must not be read.
@@ -105,7 +105,7 @@ class FaultBoard:
         """
         self._num_begun += together
         if together and self._stores and self._watch is None:
-            self._watch = _Watch(self, self._keys, self._stores[1], self._record, self._abort)
+            self._watch = _Watch(self, self._keys, self._stores[1])
             self._watch.start()
 
     def end(self) -> None:
@@ -206,14 +206,7 @@ class _Watch(threading.Thread):
     machine a killed rank is found at once, and a launcher which ends the others leaves them time to say so.
     """
 
-    def __init__(
-        self,
-        board: FaultBoard,
-        keys: str,
-        store: Any,
-        record: Callable[[str, str], None],
-        abort: Callable[[], None],
-    ) -> None:
+    def __init__(self, board: FaultBoard, keys: str, store: Any) -> None:
         super().__init__(name="pipetransformer-faults", daemon=True)
         self.cause: str | None = None
         self.details = ""
@@ -222,8 +215,6 @@ class _Watch(threading.Thread):
         self._board = board
         self._keys = keys
         self._store = store
-        self._record = record
-        self._abort = abort
         self._ended = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="pipetransformer-heartbeat", daemon=True)
         self._last_answer = self._last_sign = time.monotonic()
@@ -259,7 +250,7 @@ class _Watch(threading.Thread):
                 self._board.find_lost(f"the process of rank {self._next} has ended")
         # A lost rank leaves nobody to wait for.
         if self.cause is not None and not self._ended.wait(0 if is_found_here else _LEAVE_SECONDS):
-            self._abort()
+            self._board.abort()
 
     def _beat(self) -> None:
         beat = 0
@@ -304,7 +295,7 @@ class _Watch(threading.Thread):
         if not self.is_author:
             # Before this rank says that it knows: then the failed rank ends, and a launcher may end this process
             # before its own error says so.
-            self._record(cause, details)
+            self._board.record(cause, details)
         self.cause = cause
 
     def stop(self) -> None:

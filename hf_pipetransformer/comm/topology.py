@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from itertools import product
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -84,62 +84,40 @@ class PipelineGroups:
         return self.pipeline_ranks[self.last_position]
 
 
-class Peers(Protocol):
-    """Processes that do the same, by number: all of a run, or those at one position of their pipelines."""
+class Peers:
+    """Processes that do the same, by number: all of a run, or those at one position of their pipelines.
 
-    @property
-    def rank(self) -> int: ...
+    Args:
+        ranks_here: those on this node.
+        control: their gloo group; None if there is one of them.
+    """
 
-    @property
-    def world_size(self) -> int: ...
-
-    @property
-    def is_distributed(self) -> bool: ...
-
-    @property
-    def ranks_here(self) -> list[int]:
-        """Those on this node."""
-
-    @property
-    def is_first_here(self) -> bool: ...
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return every process's `value`. Collective."""
-
-
-@dataclass(frozen=True)
-class ReplicaPeers:
-    """Ranks that hold the same stages as this one, numbered by their replicas; see `Topology` for what they tell."""
-
-    groups: PipelineGroups
-    ranks_of_node: list[int]
-
-    @property
-    def rank(self) -> int:
-        return self.groups.replica
-
-    @property
-    def world_size(self) -> int:
-        return self.groups.num_replicas
-
-    @property
-    def is_distributed(self) -> bool:
-        return self.world_size > 1
-
-    @property
-    def ranks_here(self) -> list[int]:
-        return [number for number, rank in enumerate(self.groups.replica_ranks) if rank in self.ranks_of_node]
+    rank: int
+    world_size: int
+    is_distributed: bool
+    ranks_here: list[int]
+    control: Any
 
     @property
     def is_first_here(self) -> bool:
+        """True on the one rank of each machine that does per-machine work."""
         return self.rank == self.ranks_here[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every replica's `value`, see `Topology.gather`. Collective: call on the ranks of this position."""
-        return all_gather_trees(value, self.groups.replica_control, self.world_size)
+        """Return every rank's `value`, a tree of tensors and JSON values. Collective: call on every rank."""
+        return all_gather_trees(value, self.control, self.world_size)
 
 
-class Topology:
+class ReplicaPeers(Peers):
+    """Ranks that hold the same stages as this one, numbered by their replicas."""
+
+    def __init__(self, groups: PipelineGroups, ranks_of_node: list[int]) -> None:
+        self.rank, self.world_size, self.control = groups.replica, groups.num_replicas, groups.replica_control
+        self.is_distributed = self.world_size > 1
+        self.ranks_here = [number for number, rank in enumerate(groups.replica_ranks) if rank in ranks_of_node]
+
+
+class Topology(Peers):
     """Ranks of a run and their process groups, which are made once, in the same order on every rank, and kept.
 
     Pipeline `r` of length K is made of ranks `r * K` to `r * K + K - 1`. These are neighbors, so a K that divides the
@@ -174,11 +152,6 @@ class Topology:
         self.why_no_spanning = why_no_spanning(names, told)
         """Why no pipeline may span nodes, in a sentence; None if one may."""
         self.num_ranks_here = local_world_size or len(self.ranks_here)
-
-    @property
-    def is_first_here(self) -> bool:
-        """True on the one rank of each machine that does per-machine work."""
-        return self.rank == self.ranks_here[0]
 
     @property
     def spans_nodes(self) -> bool:
@@ -256,10 +229,6 @@ class Topology:
             here = self._maker.make(members) if len(members) > 1 else over_replicas
             self._shared_groups[key] = (over_replicas, here)
         return self._shared_groups[key]
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, a tree of tensors and JSON values. Collective: call on every rank."""
-        return all_gather_trees(value, self.control, self.world_size)
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """Return the `value` of rank `source` on every rank. Collective: call on every rank."""

@@ -16,7 +16,7 @@ import torch
 from hf_pipetransformer.comm.errors import wait_for
 from hf_pipetransformer.comm.transfers import post, receiving, sending, with_tensor
 from hf_pipetransformer.engine.timing import NOTHING
-from hf_pipetransformer.schedules.actions import BEGINS_BACKWARD, Action, ActionList, Op
+from hf_pipetransformer.schedules.actions import BEGINS_BACKWARD, GIVES, NEEDS, Action, ActionList, Op
 
 
 if TYPE_CHECKING:
@@ -121,35 +121,35 @@ class Engine:
         self.links = links
         self.meter = meter
 
-    def begin(self, actions: ActionList, micro_batches: MicroBatches, is_training: bool = True) -> ActionListRun:
+    def begin(self, actions: ActionList, micro_batches: MicroBatches) -> ActionListRun:
         """Start executing an action list. No action runs before `ActionListRun.advance` or `ActionListRun.drain`.
 
-        Micro-batches are looked up only when an action needs them. With `is_training=False`, forwards call
-        `StageProgram.predict` and save nothing for a backward.
+        Micro-batches are looked up only when an action needs them.
         """
-        return ActionListRun(self, actions, micro_batches, is_training)
+        run = ActionListRun(self, micro_batches)
+        run.extend(actions)
+        return run
 
 
 class ActionListRun:
     """Execution of an action list, which the caller may advance in several parts."""
 
-    def __init__(self, engine: Engine, actions: ActionList, micro_batches: MicroBatches, is_training: bool) -> None:
-        self.actions = actions
+    def __init__(self, engine: Engine, micro_batches: MicroBatches) -> None:
+        self.actions: ActionList = ()
         self.num_posted: Counter[Op] = Counter()
         """Number of transfers of each kind posted so far."""
         self.programs, self.links, self.meter = engine.programs, engine.links, engine.meter
         self.micro_batches = micro_batches
-        self.is_training = is_training
-        # Stages with backwards. The others are frozen, so their forwards run without autograd.
-        self._active = _trained(actions)
+        # Stages with backwards. The others are frozen, or only predict: their forwards run without autograd.
+        self._active: set[int] = set()
         self._position = 0
         # Keyed by transfer, as a table may post several receives before it takes the first.
-        self._arriving: dict[Action, Pending] = {}
+        self._arriving: dict[Action, Pending | torch.Tensor] = {}
         self._to_send: dict[Action, torch.Tensor] = {}
         self._leaving: dict[Action, Pending] = {}
         self._results: dict[int, Any] = {}
         for program in self.programs:
-            program.begin(actions)
+            program.clear()
 
     def extend(self, actions: ActionList, micro_batches: MicroBatches | None = None) -> None:
         """Continue with another action list, for other micro-batches if they are given.
@@ -162,21 +162,21 @@ class ActionListRun:
         self.actions, self._position = actions, 0
         self.micro_batches = self.micro_batches if micro_batches is None else micro_batches
         # Those of earlier lists too: this one may have forwards whose backwards come with the next.
-        self._active |= _trained(actions)
+        self._active |= {action.chunk for action in actions if action.op in BEGINS_BACKWARD}
         for program in self.programs:
             program.extend(actions)
 
-    def advance(self, until: Action | None = None, before: Action | None = None) -> None:
-        """Execute actions from where the last call stopped: through `until`, up to `before`, or to the end.
+    def advance(self, before: Action | None = None) -> None:
+        """Execute actions from where the last call stopped: up to `before`, or to the end.
 
         Raises:
-            ValueError: the action given is not among those left.
+            ValueError: `before` is not among those left.
         """
-        end, stop = len(self.actions), until or before
-        if stop is not None:
-            if stop not in self.actions[self._position :]:
-                raise ValueError(f"{stop} is not among the {end - self._position} actions that are left.")
-            end = self.actions.index(stop, self._position) + (until is not None)
+        end = len(self.actions)
+        if before is not None:
+            if before not in self.actions[self._position :]:
+                raise ValueError(f"{before} is not among the {end - self._position} actions that are left.")
+            end = self.actions.index(before, self._position)
         with self.meter.part("pipeline"):
             while self._position < end:
                 action = self.actions[self._position]
@@ -190,7 +190,7 @@ class ActionListRun:
             # What is left are sends that no message confirms: gradients, and outputs of frozen stages.
             self._let_go(list(self._leaving))
         for program in self.programs:
-            program.begin(())  # Frees what the passes of a run share.
+            program.clear()  # Frees what the passes of a run share.
         return self.take_results()
 
     def take_results(self) -> list[Any]:
@@ -217,41 +217,41 @@ class ActionListRun:
                 self._leaving[Action(send, i)] = wire.send(wire.zeros(shape_of(i)))
         # All is posted before the first wait, here and on the neighbors, so nobody waits for one that waits.
         for pending in (*self._arriving.values(), *self._leaving.values()):
-            pending.wait()
+            if not isinstance(pending, torch.Tensor):
+                pending.wait()
         self._arriving.clear()
         self._leaving.clear()
         self._to_send.clear()
-        program.begin(())
+        program.clear()
 
     # ---- computations ----
 
     def _forward(self, action: Action) -> None:
         _, i, chunk = action
         program, links = self.programs[chunk], self.links[chunk]
-        received = self._take(links.forward_in, action, Op.RECEIVE_FORWARD)
-        run = program.forward if self.is_training else program.predict
-        is_trained = self.is_training and chunk in self._active
+        received = self._take(links.forward_in, action)
+        is_trained = chunk in self._active
         # To set the mode takes longer than to ask for it, and in training it mostly is the right one.
         mode = NOTHING if torch.is_grad_enabled() == is_trained else torch.set_grad_enabled(is_trained)
         with mode, self.meter.part("forward"), self.meter.tracing(action):
-            result = run(self.micro_batches[i], received)
+            result = program.forward(self.micro_batches[i], received)
         if links.forward_out is None:
             self._results[i] = result
         else:
             # Detached also between two stages of this rank: the backward of each is an action of its own.
-            self._hand_on(result.detach(), links.forward_out, Op.SEND_FORWARD, Op.RECEIVE_FORWARD, action)
+            self._hand_on(result.detach(), links.forward_out, action)
 
     def _backward(self, action: Action) -> None:
         op, i, chunk = action
         program, links = self.programs[chunk], self.links[chunk]
-        received = self._take(links.backward_in, action, Op.RECEIVE_BACKWARD)
+        received = self._take(links.backward_in, action)
         # The peer has run its backward, so it has received the activation: this wait returns at once and frees it.
         self._let_go([_with_op(action, Op.SEND_FORWARD)])
         run = program.backward if op is Op.BACKWARD else program.backward_input
         with self.meter.part("backward"), self.meter.tracing(action):
             gradient = run(self.micro_batches[i], received)
         if gradient is not None and links.backward_out is not None:
-            self._hand_on(gradient, links.backward_out, Op.SEND_BACKWARD, Op.RECEIVE_BACKWARD, action)
+            self._hand_on(gradient, links.backward_out, action)
 
     def _backward_weight(self, action: Action) -> None:
         with self.meter.part("backward"), self.meter.tracing(action):
@@ -259,11 +259,11 @@ class ActionListRun:
 
     # ---- transfers ----
 
-    def _hand_on(self, tensor: torch.Tensor, to: Link | Local, send: Op, receive: Op, action: Action) -> None:
+    def _hand_on(self, tensor: torch.Tensor, to: Link | Local, action: Action) -> None:
         if isinstance(to, Local):
-            self._arriving[Action(receive, action.micro_batch, to.chunk)] = _Here(tensor)
+            self._arriving[Action(NEEDS[action.op], action.micro_batch, to.chunk)] = tensor
         else:
-            self._to_send[_with_op(action, send)] = tensor
+            self._to_send[_with_op(action, GIVES[action.op])] = tensor
 
     def _post_receive(self, action: Action) -> None:
         links = self.links[action.chunk]
@@ -277,7 +277,7 @@ class ActionListRun:
     def _post_send(self, action: Action) -> None:
         op, _, chunk = action
         links = self.links[chunk]
-        if op is Op.SEND_BACKWARD or not self.is_training or chunk not in self._active:
+        if op is Op.SEND_BACKWARD or chunk not in self._active:
             # No gradient will come back to confirm earlier sends; wait for them here to bound the memory they hold.
             self._let_go([sent for sent in self._leaving if (sent.op, sent.chunk) == (op, chunk)])
         link = links.forward_out if op is Op.SEND_FORWARD else links.backward_out
@@ -285,17 +285,17 @@ class ActionListRun:
         self.meter.posting(action)
         self._leaving[action] = _wire(link, action).send(self._to_send.pop(action))
 
-    def _take(self, link: Link | Local | None, action: Action, receive: Op) -> torch.Tensor | None:
+    def _take(self, link: Link | Local | None, action: Action) -> torch.Tensor | None:
         """Return the tensor that `action` consumes, waiting for its transfer; None at an end of the pipeline."""
         if link is None:
             return None
-        transfer = _with_op(action, receive)
+        transfer = _with_op(action, NEEDS[action.op])
         pending = self._arriving.pop(transfer, None)
         # Only a wrong table gets here; waiting would hang instead of saying so.
         if pending is None:
             raise ValueError(f"The table has {action} before what it takes was received or handed over.")
-        if isinstance(pending, _Here):
-            return pending.wait()
+        if isinstance(pending, torch.Tensor):
+            return pending
         with self.meter.waiting(transfer):
             return pending.wait()
 
@@ -305,10 +305,6 @@ class ActionListRun:
             if pending is not None:
                 with self.meter.waiting(send):
                     pending.wait()
-
-
-def _trained(actions: ActionList) -> set[int]:
-    return {action.chunk for action in actions if action.op in BEGINS_BACKWARD}
 
 
 _HANDLERS: dict[Op, Callable[[ActionListRun, Action], None]] = {
@@ -328,14 +324,6 @@ _HANDLERS: dict[Op, Callable[[ActionListRun, Action], None]] = {
 def _with_op(action: Action, op: Op) -> Action:
     """Return the transfer or computation of another kind for the same micro-batch; those of a schedule recur."""
     return action._replace(op=op)
-
-
-@dataclass
-class _Here:
-    tensor: torch.Tensor
-
-    def wait(self) -> torch.Tensor:
-        return self.tensor
 
 
 def _wire(link: Link | Local | None, action: Action) -> Link:

@@ -25,8 +25,7 @@ import torch
 
 from hf_pipetransformer.data.batches import count_items, cut_tokens
 from hf_pipetransformer.engine.losses import LossRule
-from hf_pipetransformer.engine.program import MicroBatch, ModelProgram, StageProgram, as_sent
-from hf_pipetransformer.schedules.actions import ActionList
+from hf_pipetransformer.engine.program import MicroBatch, ModelProgram, ProgramWrapper, StageProgram, as_sent
 
 
 class HeadMode(Enum):
@@ -96,11 +95,11 @@ class HeadPlan:
             self.entered = {}
 
 
-class HeadProgram(StageProgram):
+class HeadProgram(ProgramWrapper):
     """Program of the stage with the head, which runs as the plan says.
 
     Args:
-        together: program of all blocks of the stage.
+        program: that of all blocks of the stage.
         layers: program of the blocks below the head; None if there are none.
         head: program of the head alone, which returns the gradient of what enters it.
         dtype_entering: dtype in which activations enter the head.
@@ -110,50 +109,38 @@ class HeadProgram(StageProgram):
     def __init__(
         self,
         plan: HeadPlan,
-        together: StageProgram,
+        program: StageProgram,
         layers: StageProgram | None,
         head: ModelProgram,
         dtype_entering: torch.dtype,
         sends_gradient: bool,
     ) -> None:
+        super().__init__(program, layers, head)
         self.plan = plan
-        self.together = together
         self.layers = layers
         self.head = head
         self.dtype_entering = dtype_entering
         self.sends_gradient = sends_gradient
 
-    @property
-    def _programs(self) -> list[StageProgram]:
-        return [self.together, *([] if self.layers is None else [self.layers]), self.head]
-
-    def begin(self, actions: ActionList) -> None:
-        for program in self._programs:
-            program.begin(actions)
+    def clear(self) -> None:
+        super().clear()
         self.plan.gradients.clear()
 
-    def extend(self, actions: ActionList) -> None:
-        for program in self._programs:
-            program.extend(actions)
-
-    def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
         mode = self.plan.mode
         if self._is_cut and torch.is_grad_enabled():
             return self._forward_in_slices(micro_batch, received)
-        if mode is HeadMode.PARTS:
-            return self.together.forward(micro_batch, received)
+        if mode is HeadMode.PARTS or micro_batch.is_predicted:
+            return self.program.forward(micro_batch, received)
         if mode is HeadMode.WATCHED:
             # Layers and head run in one call here, so a hook has to note what passes between them.
             with self.head.view.noting_entrance_of_head() as noted:
-                loss = self.together.forward(micro_batch, received)
+                loss = self.program.forward(micro_batch, received)
             self.plan.entered[micro_batch.index] = micro_batch, as_sent(noted[-1], micro_batch, self.dtype_entering)
             return loss
         entering = self._entering(micro_batch, received)
         self.plan.entered[micro_batch.index] = micro_batch, entering.detach()
         return torch.zeros((), device=entering.device)  # The loss comes from the head, for all micro-batches.
-
-    def predict(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
-        return self.together.predict(micro_batch, received)
 
     @property
     def _is_cut(self) -> bool:
@@ -187,7 +174,7 @@ class HeadProgram(StageProgram):
 
     def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
         if self._runs_together:
-            return self.together.backward_input(micro_batch, gradient)
+            return self.program.backward_input(micro_batch, gradient)
         entered = self.plan.gradients.pop(micro_batch.index)
         if self.layers is not None:
             return self.layers.backward_input(micro_batch, entered)
@@ -195,7 +182,7 @@ class HeadProgram(StageProgram):
 
     def backward_weight(self, micro_batch: MicroBatch) -> None:
         if self._runs_together:
-            self.together.backward_weight(micro_batch)
+            self.program.backward_weight(micro_batch)
         # The head's weights got their gradients with its backward.
         elif self.layers is not None:
             self.layers.backward_weight(micro_batch)

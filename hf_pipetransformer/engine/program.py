@@ -51,7 +51,8 @@ class MicroBatch:
         on_host: the inputs before they were copied to the device; None if they were made for this stage.
         place: of a token slice, which `token_program` gives what it has of earlier ones; None for whole sequences.
         step: in an asynchronous window, number of the optimizer step that consumes its gradient.
-        ends_before_head: `predict` of the last stage returns the activation that enters the head.
+        is_predicted: the last stage returns the model's output, not the weighted loss.
+        ends_before_head: the last stage returns the activation that enters the head.
     """
 
     index: int
@@ -65,6 +66,7 @@ class MicroBatch:
     on_host: dict[str, Any] | None = None
     place: TokenSpan | None = None
     step: int = 0
+    is_predicted: bool = False
     ends_before_head: bool = False
 
     def with_inputs(self, inputs: dict[str, Any], **others: Any) -> MicroBatch:
@@ -87,15 +89,15 @@ class StageProgram(Protocol):
     Activations and gradients that enter and leave have the micro-batch's `activation_shape`.
     """
 
-    def begin(self, actions: ActionList) -> None:
-        """Start a run of an action list, and drop all state of an earlier run."""
+    def clear(self) -> None:
+        """Drop all state of a run: before it, as an error may have ended an earlier one, and after it."""
 
     def extend(self, actions: ActionList) -> None:
-        """Continue the run with another action list; most programs have nothing to do then."""
+        """Learn the next action list of a run, its first or one that follows; most programs have nothing to do."""
         return None
 
-    def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
-        """Return the activation to send, or on the last stage the weighted loss.
+    def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
+        """Return the activation to send; on the last stage the weighted loss, or what is predicted.
 
         `received` is None on the first stage. Saves what the backward needs, except under `torch.no_grad()`.
         """
@@ -115,27 +117,27 @@ class StageProgram(Protocol):
     def backward_weight(self, micro_batch: MicroBatch) -> None:
         """Run the rest of `backward`, at any time after `backward_input`."""
 
-    def predict(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
-        """Return the activation to send, or on the last stage the model output. Called under `torch.no_grad()`."""
-
 
 class ProgramWrapper(StageProgram):
-    """Stage program around another one. Calls that a subclass does not override pass through."""
+    """Stage program around another one. Calls that a subclass does not override pass through.
 
-    def __init__(self, program: StageProgram) -> None:
+    `others` run in its place, as a subclass decides.
+    """
+
+    def __init__(self, program: StageProgram, *others: StageProgram | None) -> None:
         self.program = program
+        self._programs = [each for each in (program, *others) if each is not None]
 
-    def begin(self, actions: ActionList) -> None:
-        self.program.begin(actions)
+    def clear(self) -> None:
+        for program in self._programs:
+            program.clear()
 
     def extend(self, actions: ActionList) -> None:
-        self.program.extend(actions)
+        for program in self._programs:
+            program.extend(actions)
 
-    def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
         return self.program.forward(micro_batch, received)
-
-    def predict(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
-        return self.program.predict(micro_batch, received)
 
     def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
         return self.program.backward_input(micro_batch, gradient)
@@ -176,31 +178,27 @@ class ModelProgram(StageProgram):
         )
         self._held: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
 
-    def begin(self, actions: ActionList) -> None:
+    def clear(self) -> None:
         # A run that an error ended has left graphs behind, which would hold their memory through this one.
         self._held.clear()
         self.weight_gradients.clear()
         self.embeddings.clear()
 
-    def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
-        keeps = torch.is_grad_enabled()
+    def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
+        keeps, ends_before_head = torch.is_grad_enabled(), self.has_head and micro_batch.ends_before_head
+        blocks = self.blocks[:-1] if ends_before_head else self.blocks
+        if not blocks:
+            return received  # A stage of the head alone has nothing to run before it.
         if received is not None:
             # As a leaf it collects in `.grad` what the stage below waits for.
             received.requires_grad_(keeps and self._asks_for_gradient)
-        with self._running(self.blocks, received) as ran:
-            ran.result = micro_batch.forward(dict(micro_batch.inputs))
-        output = self._leaving(ran, micro_batch)
-        if keeps:
-            self._held[micro_batch.index] = received, output
-        return _weighted(output, micro_batch.weight) if self.has_head else output
-
-    def predict(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
-        blocks = self.blocks[:-1] if self.has_head and micro_batch.ends_before_head else self.blocks
-        if not blocks:
-            return received  # A stage of the head alone has nothing to run before it.
         with self._running(blocks, received) as ran:
             ran.result = micro_batch.forward(dict(micro_batch.inputs))
-        return self._leaving(ran, micro_batch)
+        output = ran.result if self.has_head else as_sent(ran.result, micro_batch, self.dtype_out)
+        if keeps:
+            self._held[micro_batch.index] = received, output
+        is_loss = self.has_head and not micro_batch.is_predicted
+        return _weighted(output, micro_batch.weight) if is_loss else output
 
     def run(self, received: torch.Tensor, forward: Callable[[], Any]) -> Any:
         """Return the result of a forward that the caller takes further, and holds for `backward_of`."""
@@ -223,9 +221,6 @@ class ModelProgram(StageProgram):
         # The view comes first: what it installs leaves the layers alone that the others change.
         with view as ran, later.split_linears(), later.casts.shared(), self.embeddings.keeping():
             yield ran
-
-    def _leaving(self, ran: Ran, micro_batch: MicroBatch) -> Any:
-        return ran.result if self.has_head else as_sent(ran.result, micro_batch, self.dtype_out)
 
     def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
         received, output = self._held.pop(micro_batch.index)

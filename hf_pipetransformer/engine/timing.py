@@ -42,12 +42,30 @@ def settled_seconds(device: torch.device) -> float:
     return time.perf_counter()
 
 
+Span = tuple[str, Any, Any]
+"""Name of a part of a step, and the moments at its begin and end."""
+
+
+def moment(device: torch.device) -> Any:
+    """Return an event that a GPU records when it gets there, while the host goes on; elsewhere seconds of a clock."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(begin: Any, end: Any) -> float:
+    """Return the seconds between two moments of a device, when the second has come."""
+    if isinstance(begin, torch.cuda.Event):
+        end.synchronize()
+        return float(begin.elapsed_time(end) / 1000)
+    return float(end - begin)
+
+
 @dataclass
 class StepMeter:
-    """Meter of the parts of each optimizer step under one layout.
-
-    On a GPU it records CUDA events and reads them only on demand, so measuring does not synchronize.
-    """
+    """Meter of the parts of each optimizer step under one layout, which never waits for a GPU while it measures."""
 
     device: torch.device
     num_tokens: int = 0
@@ -58,26 +76,27 @@ class StepMeter:
     """Recorder of the current step, if it is traced."""
     host_seconds: float = 0.0
     """Seconds of the last optimizer step on the host, which may run ahead of the device."""
-    _steps: list[dict[str, float]] = field(default_factory=list)
-    _latest: deque[Any] = field(default_factory=lambda: deque(maxlen=MEASURED_STEPS))
-    """Seconds of the latest steps after the warm-up, or on a GPU the events at their begin and end."""
-    _open: dict[str, float] | None = None
-    _events: list[tuple[int, str, Any, Any]] = field(default_factory=list)
-    _start: float = 0.0
-    _ends: tuple[Any, Any] | None = None
+    _steps: list[tuple[int, list[Span]]] = field(default_factory=list)
+    """Number of samples and parts of each measured step."""
+    _latest: deque[tuple[Any, Any]] = field(default_factory=lambda: deque(maxlen=MEASURED_STEPS))
+    """Begin and end of the latest steps after the warm-up."""
+    _last: tuple[Any, Any] = (0.0, 0.0)
+    _open: list[Span] | None = None
+    """Parts of the current step; None if only its whole is timed, see `_latest`."""
+    _begin: tuple[float, Any] | None = None
+    """When the current step began, on the host and on the device."""
     _num_begun: int = 0
-    _is_running: bool = False
     _skip: int = WARMUP_STEPS
 
     @property
     def last_seconds(self) -> float:
         """Seconds of the last optimizer step, warm-up included. On a GPU, reading it waits for the end of the step."""
-        return _seconds_of(self._ends or self.host_seconds)
+        return seconds_between(*self._last)
 
     @property
     def latest_seconds(self) -> float | None:
         """Median seconds of the latest steps; None before the end of the warm-up."""
-        return statistics.median(map(_seconds_of, self._latest)) if self._latest else None
+        return statistics.median(seconds_between(*step) for step in self._latest) if self._latest else None
 
     @property
     def is_done(self) -> bool:
@@ -89,22 +108,15 @@ class StepMeter:
         self._skip = max(skip, WARMUP_STEPS)
         self._steps.clear()
         self._latest.clear()
-        self._events.clear()
-        self._open, self._num_begun, self._is_running = None, 0, False
+        self._open, self._begin, self._num_begun = None, None, 0
 
     def begin_step(self) -> None:
         """Start an optimizer step. Call before fetching its batches, so that data loading counts."""
         self._num_begun += 1
-        self._open, self._is_running = None, True
         self.num_samples = self.num_tokens = 0
-        self._start = time.perf_counter()
-        self._ends = self._two_events() if self.device.type == "cuda" else None
-        if self._ends is not None:
-            # On the stream of the computation, so that the step begins when the device gets to it.
-            self._ends[0].record()
-        # Other steps are timed as a whole only, see `_latest`.
-        if self._num_begun > self._skip and not self.is_done:
-            self._open = dict.fromkeys(PARTS, 0.0)
+        # An event is on the stream of the computation, so that the step begins when the device gets to it.
+        self._begin = time.perf_counter(), moment(self.device)
+        self._open = [] if self._num_begun > self._skip and not self.is_done else None
 
     def count(self, num_samples: int, num_tokens: int) -> None:
         """Add to the samples and tokens that this pipeline runs in the step."""
@@ -113,24 +125,16 @@ class StepMeter:
 
     def end_step(self) -> bool:
         """End the optimizer step. Returns False if none was running, as when Trainer calls at the end of an epoch."""
-        if not self._is_running:
+        if self._begin is None:
             return False
-        self._is_running = False
-        self.host_seconds = time.perf_counter() - self._start
-        if self._ends is not None:
-            self._ends[1].record()
+        (start, begin), self._begin = self._begin, None
+        self._last = begin, moment(self.device)
+        self.host_seconds = time.perf_counter() - start
         if self._num_begun > self._skip:
-            self._latest.append(self._ends or self.host_seconds)
-        if self._open is None:
-            return True
-        if self._ends is not None:
-            # The host may run ahead of the device, so its clock cannot time the step.
-            self._events.append((len(self._steps), "total", *self._ends))
-        else:
-            self._open["total"] = self.host_seconds
-        self._steps.append(self._open)
-        self._open["samples"] = self.num_samples
-        self._open = None
+            self._latest.append(self._last)
+        if self._open is not None:
+            self._steps.append((self.num_samples, [("total", *self._last), *self._open]))
+            self._open = None
         return True
 
     def part(self, name: str) -> AbstractContextManager[None]:
@@ -139,17 +143,10 @@ class StepMeter:
         return NOTHING if self._open is None else self._measured(self._open, name)
 
     @contextmanager
-    def _measured(self, parts: dict[str, float], name: str) -> Iterator[None]:
-        if self.device.type == "cuda":
-            start, end = self._two_events()
-            start.record()
-            yield
-            end.record()
-            self._events.append((len(self._steps), name, start, end))
-        else:
-            start_s = time.perf_counter()
-            yield
-            parts[name] += time.perf_counter() - start_s
+    def _measured(self, parts: list[Span], name: str) -> Iterator[None]:
+        begin = moment(self.device)
+        yield
+        parts.append((name, begin, moment(self.device)))
 
     def tracing(self, what: Action | str) -> AbstractContextManager[None]:
         """Record a computation in the trace, if this step has one; see `StepTrace.computing`."""
@@ -164,34 +161,17 @@ class StepMeter:
         if self.trace is not None:
             self.trace.post(transfer)
 
-    @staticmethod
-    def _two_events() -> tuple[Any, Any]:
-        return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-
     def medians(self) -> dict[str, float]:
         """Return the median seconds of each part and the median `samples`; empty before the first measured step."""
-        self._read_events()
         if not self._steps:
             return {}
-        return {name: statistics.median(step[name] for step in self._steps) for name in (*PARTS, "samples")}
-
-    def _read_events(self) -> None:
-        for step, name, start, end in self._events:
-            # What was measured of a step that has not ended has no entry.
-            if step < len(self._steps):
-                # The device may not have passed the event yet.
-                end.synchronize()
-                self._steps[step][name] += start.elapsed_time(end) / 1000
-        self._events.clear()
-
-
-def _seconds_of(step: Any) -> float:
-    """Return the seconds of a step, or those between two events when the second has come."""
-    if not isinstance(step, tuple):
-        return float(step)
-    begin, end = step
-    end.synchronize()
-    return float(begin.elapsed_time(end) / 1000)
+        found: list[dict[str, float]] = []
+        for num_samples, parts in self._steps:
+            sums = dict.fromkeys(PARTS, 0.0)
+            for name, begin, end in parts:
+                sums[name] += seconds_between(begin, end)
+            found.append({**sums, "samples": num_samples})
+        return {name: statistics.median(step[name] for step in found) for name in found[0]}
 
 
 COMPUTING = {
@@ -222,8 +202,7 @@ class _Slice:
 class StepTrace:
     """Recorder of one optimizer step.
 
-    On a GPU it records CUDA events on the current stream, whose times are read in `events`: a slice is then what the
-    stream did, and the host does not wait for it.
+    On a GPU a slice is what the current stream did, and the host does not wait for it until `events` is called.
 
     Args:
         stages: the stage of each chunk of this rank.
@@ -238,7 +217,7 @@ class StepTrace:
     _num_actions: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._start = self._now()
+        self._start = moment(self.device)
 
     @contextmanager
     def computing(self, what: Action | str) -> Iterator[None]:
@@ -248,7 +227,7 @@ class StepTrace:
         else:
             found = self._of_action(f"stage {self.stages[what.chunk]}", COMPUTING[what.op], what)
         yield
-        found.end = self._now()
+        found.end = moment(self.device)
 
     def post(self, action: Action) -> None:
         """Record that a transfer of the action list begins."""
@@ -259,7 +238,7 @@ class StepTrace:
         """Record a wait for a transfer, which ends with it."""
         wait = self._begun(WAITS, f"wait for {action}")
         yield
-        wait.end = self._now()
+        wait.end = moment(self.device)
         transfer = self._under_way.pop(action, None)
         if transfer is not None:
             transfer.end = wait.end
@@ -271,7 +250,7 @@ class StepTrace:
         """
         for transfer in self._under_way.values():
             transfer.args["still_under_way"] = True
-        last = self._now()
+        last = moment(self.device)
         # An event has no time before the device has passed it.
         synchronize(self.device)
         timed = []
@@ -304,19 +283,11 @@ class StepTrace:
         return found
 
     def _begun(self, lane: str, name: str) -> _Slice:
-        self._slices.append(_Slice(lane, name, self._now()))
+        self._slices.append(_Slice(lane, name, moment(self.device)))
         return self._slices[-1]
 
-    def _now(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
     def _microseconds(self, at: Any) -> float:
-        passed = self._start.elapsed_time(at) / 1e3 if self.device.type == "cuda" else at - self._start
-        return 1e6 * (self.start_s + passed)
+        return 1e6 * (self.start_s + seconds_between(self._start, at))
 
 
 def _apart(timed: list[tuple[float, float, _Slice]]) -> list[str]:

@@ -15,7 +15,6 @@ from torch.autograd.function import once_differentiable
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hf_pipetransformer.engine.program import MicroBatch, ProgramWrapper, StageProgram
-from hf_pipetransformer.schedules.actions import BEGINS_BACKWARD, ActionList
 from hf_pipetransformer.splitters.base import CACHE_NAME
 
 
@@ -165,20 +164,14 @@ class TokenSliceProgram(ProgramWrapper):
         super().__init__(program)
         self.num_layers = num_layers
         self._contexts: dict[int, KeptContext] = {}
-        self._is_trained = False
 
-    def begin(self, actions: ActionList) -> None:
+    def clear(self) -> None:
+        super().clear()
         self._contexts.clear()
-        # A run that goes on with other actions is a generation, and trains nothing.
-        self._is_trained = any(action.op in BEGINS_BACKWARD for action in actions)
-        self.program.begin(actions)
 
-    def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
-        return self.program.forward(self._with_context(micro_batch), received)
-
-    def predict(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
-        output, place = self.program.predict(self._with_context(micro_batch), received), micro_batch.place
-        if place is not None and place.batch_slice in self._contexts:
+    def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
+        output, place = self.program.forward(self._with_context(micro_batch), received), micro_batch.place
+        if micro_batch.is_predicted and place is not None and place.batch_slice in self._contexts:
             # Kept for a backward, which does not follow.
             self._contexts[place.batch_slice].forget(place.start)
         return output
@@ -205,7 +198,7 @@ class TokenSliceProgram(ProgramWrapper):
         if place.batch_slice not in self._contexts:
             self._contexts[place.batch_slice] = KeptContext(self.num_layers, place.length or 0)
         cache = self._contexts[place.batch_slice].from_token(place.start)
-        if place.stop == place.length and not self._is_trained:
+        if place.stop == place.length and micro_batch.is_predicted:
             del self._contexts[place.batch_slice]
         # Without a place: generation wraps a program that may have one of these inside.
         return micro_batch.with_inputs(micro_batch.inputs | {CACHE_NAME: cache}, place=None)

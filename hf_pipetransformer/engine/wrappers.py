@@ -70,18 +70,17 @@ class RecomputingProgram(ProgramWrapper):
         self._recomputed: frozenset[int] = frozenset()
         self._starts: dict[int, _Start] = {}
 
-    def begin(self, actions: ActionList) -> None:
-        self.program.begin(actions)
+    def clear(self) -> None:
+        super().clear()
         self._starts.clear()
+
+    def extend(self, actions: ActionList) -> None:
+        super().extend(actions)
         # All steps of a layout run the same list, so a look at its identity is enough.
         if actions is not self._actions:
             self._actions, self._recomputed = actions, recomputed_micro_batches(actions, self.chunk, self.mode)
 
-    def extend(self, actions: ActionList) -> None:
-        self.program.extend(actions)
-        self._actions, self._recomputed = actions, recomputed_micro_batches(actions, self.chunk, self.mode)
-
-    def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
         if not torch.is_grad_enabled() or micro_batch.index not in self._recomputed:
             return self.program.forward(micro_batch, received)
         cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
@@ -108,8 +107,7 @@ class RecomputingProgram(ProgramWrapper):
         return self.program.backward_input(micro_batch, gradient)
 
 
-@dataclass(eq=False)
-class CachedEntryProgram(StageProgram):
+class CachedEntryProgram(ProgramWrapper):
     """Program for a stage with frozen blocks that the activation cache can skip.
 
     Each sample starts at the first block that its cached activation does not cover. From the entry block on, all
@@ -119,43 +117,36 @@ class CachedEntryProgram(StageProgram):
         below: this stage's blocks below the entry block, all frozen. Not empty.
         entry_block: first block above the cached layers; it may be on a later stage.
         above: program of this stage's blocks from the entry block on; None if there are none.
-        whole: program of all blocks of this stage, for micro-batches without `tags`.
+        program: that of all blocks of this stage, for micro-batches without `tags`.
     """
 
-    view: StageView
-    below: range
-    entry_block: int
-    above: StageProgram | None
-    whole: StageProgram
-    dtype_entry: torch.dtype
-    dtype_out: torch.dtype
-    device: torch.device
+    def __init__(
+        self,
+        view: StageView,
+        below: range,
+        entry_block: int,
+        above: StageProgram | None,
+        program: StageProgram,
+        dtype_entry: torch.dtype,
+        dtype_out: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(program, above)
+        self.view = view
+        self.below = below
+        self.entry_block = entry_block
+        self.above = above
+        self.dtype_entry = dtype_entry
+        self.dtype_out = dtype_out
+        self.device = device
 
-    def begin(self, actions: ActionList) -> None:
-        self.whole.begin(actions)
-        if self.above is not None:
-            self.above.begin(actions)
-
-    def extend(self, actions: ActionList) -> None:
-        self.whole.extend(actions)
-        if self.above is not None:
-            self.above.extend(actions)
-
-    def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
         if micro_batch.tags is None:
-            return self.whole.forward(micro_batch, received)
+            return self.program.forward(micro_batch, received)
         entry = self._bring_to_entry(received, micro_batch, micro_batch.tags)
         if self.above is None:
             return as_sent(entry, micro_batch, self.dtype_out)
         return self.above.forward(micro_batch, entry)
-
-    def predict(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
-        if micro_batch.tags is None:
-            return self.whole.predict(micro_batch, received)
-        entry = self._bring_to_entry(received, micro_batch, micro_batch.tags)
-        if self.above is None:
-            return as_sent(entry, micro_batch, self.dtype_out)
-        return self.above.predict(micro_batch, entry)
 
     def backward_input(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
         return self._active(micro_batch).backward_input(micro_batch, gradient)
@@ -164,7 +155,7 @@ class CachedEntryProgram(StageProgram):
         self._active(micro_batch).backward_weight(micro_batch)
 
     def _active(self, micro_batch: MicroBatch) -> StageProgram:
-        return self.whole if micro_batch.tags is None or self.above is None else self.above
+        return self.program if micro_batch.tags is None or self.above is None else self.above
 
     @torch.no_grad()
     def _bring_to_entry(self, received: torch.Tensor | None, micro_batch: MicroBatch, tags: CacheTags) -> torch.Tensor:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import recursively_apply
 
 from hf_pipetransformer.comm.staging import Arriving, CopyStream
 from hf_pipetransformer.comm.transfers import broadcast_tree, reduced
@@ -31,7 +32,7 @@ from hf_pipetransformer.engine.reduction import GradientReducer, last_gradients
 from hf_pipetransformer.planning.layouts import evaluation_microbatches
 from hf_pipetransformer.runtime.joining import BatchOfAll, ReplicaJoin, join_parts
 from hf_pipetransformer.runtime.loss_call import LossCall
-from hf_pipetransformer.runtime.messages import as_message, from_message, mapped, num_bytes, spread
+from hf_pipetransformer.runtime.messages import as_message, from_message, num_bytes, spread
 from hf_pipetransformer.runtime.stage import GradientNorms, Stage
 from hf_pipetransformer.schedules.abilities import FORWARDS_FIRST
 from hf_pipetransformer.schedules.actions import BEGINS_BACKWARD, SENDS, Action, ActionList
@@ -98,8 +99,8 @@ class Prediction:
 class StageRunner:
     """Runner that cuts batches into micro-batches and runs them through this rank's part of the pipeline.
 
-    `shifts_labels` is True for next-token losses, where the first label of a sequence does not count. `called` runs a
-    forward of the model as Trainer's wrapped model does.
+    `shifts_labels` is True for next-token losses, where the first label of a sequence does not count. `called` gives a
+    forward of the model these inputs, as Trainer's wrapped model does.
     """
 
     def __init__(
@@ -109,8 +110,9 @@ class StageRunner:
         loss_rule: LossRule,
         scope: LossScope,
         shifts_labels: bool,
-        called: Callable[[Callable[[], Any]], Any],
+        called: Callable[[Callable[..., Any], Mapping[str, Any]], Any],
     ) -> None:
+        layout = stage.layout
         self.stage = stage
         self.called = called
         self.present: LossCall | None = None
@@ -119,6 +121,8 @@ class StageRunner:
         self.loss_rule = loss_rule
         self.scope = scope
         self.shifts_labels = shifts_labels
+        self._schedule, self._forward_only = find_schedule(layout.schedule), FORWARD_ONLY[layout.placement]
+        self._first_active_stage = layout.first_active_stage
         self.norms = GradientNorms(stage)
         self.copies = CopyStream(stage.settings.device)
         self._actions_seen: ActionList = ()
@@ -144,13 +148,15 @@ class StageRunner:
         if cut and batch.reference is not None:
             cut = self._with_reference(cut, batch.reference, batch.prepare)
         if self._sees_whole(len(cut)):
-            loss = self._train_whole(batch, cut, is_last_batch, loss)
+            loss = self._train_whole(batch, cut, is_last_batch)
         elif cut:
             stage.head.begin(HeadMode.WATCHED if watches else HeadMode.PARTS)
             num_slices = max(1, len(bounds) - 1)
-            actions = self.actions(find_schedule(stage.layout.schedule), len(cut) // num_slices, num_slices)
+            actions = self._actions(self._schedule, len(cut) // num_slices, num_slices)
             run = stage.engine.begin(actions, OnDevice(cut, _uses(actions), batch.prepare, self.copies))
-            shares = self._drained(run, is_last_batch)
+            for stop in self.stops(actions, is_last_batch):
+                run.advance(before=stop)
+            shares = self._ended(run)
             # Added on the device: a sum of Python numbers would have the host wait for every micro-batch.
             loss = torch.stack(shares).sum() if shares else loss
         elif batch.num_items == 0 and stage.groups.is_last:
@@ -166,52 +172,45 @@ class StageRunner:
             return False
         return self._joins_replicas or num_parts > 1 or (num_parts > 0 and self.stage.layout.pipeline_size > 1)
 
-    def _train_whole(
-        self, batch: LoaderBatch, cut: list[MicroBatch], is_last_batch: bool, nothing: torch.Tensor
-    ) -> torch.Tensor:
+    def _train_whole(self, batch: LoaderBatch, cut: list[MicroBatch], is_last_batch: bool) -> torch.Tensor:
         """Run a batch whose loss is called once; see `train`."""
-        stage, run = self.stage, None
+        stage, run, loss = self.stage, None, torch.zeros((), device=self.stage.settings.device)
         # What the loss is given is exchanged first, and by all replicas.
         of_all = self._batch_of_all(batch.inputs) if self._joins_replicas else None
         if not cut:
-            self._take_part()
+            # The last stages of other replicas wait for this one.
+            if self.replicas is not None:
+                self.replicas.take_part(stage.settings)
             self._follow_draws(batch.shared, of_all)
-            return nothing
+            return loss
         stage.head.begin(HeadMode.APART)
 
         def forwards(parts: list[MicroBatch]) -> list[torch.Tensor] | None:
             nonlocal run
             # The loss needs what enters the head in all micro-batches.
-            actions = self.actions(find_schedule(FORWARDS_FIRST), len(parts))
+            actions = self._actions(find_schedule(FORWARDS_FIRST), len(parts))
             run = stage.engine.begin(actions, parts)
             run.advance(before=next((action for action in actions if action.op in BEGINS_BACKWARD), None))
             entered = stage.head.entered
             return [entered[number][1] for number in sorted(entered)] if stage.groups.is_last else None
 
-        call = self._loss_call(batch, cut, forwards, of_all)
-        found, loss = self._computed(call, batch.forward), nothing
+        call = LossCall(self, batch, cut, forwards, of_all)
+        found = self._computed(call)
         self._follow_draws(batch.shared, of_all)
         assert run is not None, "the loss has called the model"
         if call.found is not None:
-            weight = self._weight_of(batch, call.found.share)
+            # This replica's share of the loss of all, or the weight of the loss of its own batch.
+            is_of_all, num_items = self.scope is LossScope.BATCH, count_items(batch.inputs, self.shifts_labels)
+            weight = call.found.share if is_of_all else self.loss_rule.weight(num_items, batch.num_items)
             call.backward(found * (weight * batch.loss_scale))
             loss = found.detach() * weight
-        self._drained(run, is_last_batch)
+        for stop in self.stops(run.actions, is_last_batch):
+            run.advance(before=stop)
+        self._ended(run)
         return loss
-
-    def _weight_of(self, batch: LoaderBatch, share: float) -> float:
-        """Return the weight of the loss of this replica's batch, or this replica's share of that of all."""
-        if self.scope is LossScope.BATCH:
-            return share
-        return self.loss_rule.weight(count_items(batch.inputs, self.shifts_labels), batch.num_items)
 
     def _batch_of_all(self, inputs: SampleBatch) -> BatchOfAll:
         return ReplicaJoin(self.stage.groups, frozenset()).exchange(detach_tags(inputs)[0])
-
-    def _take_part(self) -> None:
-        """Take part in the join of other replicas, whose last stages wait for this one."""
-        if self._replicas is not None:
-            self._replicas.take_part(self.stage.settings)
 
     def _follow_draws(self, shared: SharedRngState | None, of_all: BatchOfAll | None) -> None:
         """Let replicas without samples draw on from the random numbers of those that have called the loss.
@@ -225,46 +224,21 @@ class StageRunner:
         tensors, values = broadcast_tree([*shared.states], source, groups.replica_control, rank)
         shared.states = {name: state.clone() for name, state in tensors.items()}, values
 
-    def _loss_call(
-        self,
-        batch: LoaderBatch,
-        cut: list[MicroBatch],
-        forwards: Callable[[list[MicroBatch]], list[torch.Tensor] | None],
-        of_all: BatchOfAll | None,
-    ) -> LossCall:
-        """Return the call of the loss of a batch that was cut into `cut`."""
-        names = sorted({*cut[0].inputs} - batch.inputs.names)
-
-        def parts(inputs: SampleBatch, forward: Forward) -> list[MicroBatch]:
-            given = replace(batch, inputs=inputs, forward=forward)
-            return self.cut(given, LossRule.SUM, len(cut), on_host=[part.on_host for part in cut])
-
-        return LossCall(
-            self.stage, batch.inputs, batch.prepare, self.called, parts, forwards, of_all,
-            self._replicas if of_all is not None else None,
-            # A frozen reference has given entries to the micro-batches, which the batch does not have.
-            {name: torch.cat([part.inputs[name] for part in cut]) for name in names},
-            batch.shared,
-        )  # fmt: skip
-
-    def _computed(self, call: LossCall, loss: Forward) -> Any:
+    def _computed(self, call: LossCall) -> Any:
         """Compute the loss of a whole batch; all ranks of the pipeline draw on from the same random numbers."""
         self.present = call
         try:
-            found = call.compute(loss)
+            found = call.compute()
         finally:
             self.present = None
         call.share_states()
         return found
 
-    def _drained(self, run: ActionListRun, is_last_batch: bool) -> list[Any]:
-        """Run the rest of an action list, and reduce gradients on the way; returns the last stage's results."""
-        stage = self.stage
-        for stop in self.stops(run.actions, is_last_batch):
-            run.advance(before=stop)
+    def _ended(self, run: ActionListRun) -> list[Any]:
+        """End a run, and what it has set for its batch; returns the last stage's results."""
         results = run.drain()
-        stage.view.widen()
-        stage.head.begin(HeadMode.PARTS)
+        self.stage.view.widen()
+        self.stage.head.begin(HeadMode.PARTS)
         return results
 
     @property
@@ -272,7 +246,7 @@ class StageRunner:
         return self.scope is LossScope.BATCH and self.stage.layout.num_replicas > 1
 
     @property
-    def _replicas(self) -> ReplicaJoin | None:
+    def replicas(self) -> ReplicaJoin | None:
         """Join over the replicas, on the last stage alone, if the loss sees the samples of all of them."""
         groups = self.stage.groups
         joins = self._joins_replicas and groups.is_last
@@ -286,9 +260,9 @@ class StageRunner:
 
         Collective: call on every rank of the pipeline.
         """
-        actions = self.actions(FORWARD_ONLY[self.stage.layout.placement], len(cut))
-        parts = OnDevice([replace(part, forward=reference) for part in cut], _uses(actions), prepare, self.copies)
-        found = self.stage.engine.begin(actions, parts, is_training=False).drain()
+        actions = self.forwards(len(cut))
+        given = [replace(part, forward=reference, is_predicted=True) for part in cut]
+        found = self.stage.engine.begin(actions, OnDevice(given, _uses(actions), prepare, self.copies)).drain()
         # Results come out on the last stage alone, whose head is the one to read the entries.
         if not found:
             return cut
@@ -342,44 +316,43 @@ class StageRunner:
         rule = self.loss_rule if "num_items_in_batch" in batch else LossRule.MEAN
         count = evaluation_microbatches(stage.layout, batch.size)
         cut = self.cut(LoaderBatch(batch, forward, total, write=how.write), rule, count)
-        # The head comes later, as it sees the whole batch at once.
-        cut = [replace(part, ends_before_head=True) for part in cut]
-        actions = self.actions(FORWARD_ONLY[stage.layout.placement], len(cut))
-        entering = stage.engine.begin(actions, cut, is_training=False).drain()
-        message = as_message(self._through_head(batch, cut, entering, how)) if stage.groups.is_last else None
-        stage.view.widen()
-        message = spread(message, stage.groups, stage.settings.timeout, how.is_read_by_first)
-        return from_message(message, stage.settings.device)
+        entering = self._entering_head(cut)
+        return self._told(self._through_head(batch, cut, entering, how) if stage.groups.is_last else None, how)
 
     def predict_whole(self, batch: LoaderBatch, how: Prediction) -> Any:
         """Return the loss and the output of a batch, which `batch.forward` computes once, on every stage.
 
         Collective: call on every rank of the pipeline.
         """
-        stage, groups = self.stage, self.stage.groups
+        stage = self.stage
         batch = replace(batch, inputs=how.samples.like(batch.inputs), write=how.write)
         of_all = self._batch_of_all(batch.inputs) if how.joins_replicas else None
         cut = self.cut(batch, LossRule.SUM, evaluation_microbatches(stage.layout, batch.inputs.size))
 
         def forwards(parts: list[MicroBatch]) -> list[torch.Tensor] | None:
-            # The head comes later, as it sees the whole batch at once.
-            parts = [replace(part, ends_before_head=True) for part in parts]
-            actions = self.actions(FORWARD_ONLY[stage.layout.placement], len(parts))
-            entered = stage.engine.begin(actions, parts, is_training=False).drain()
-            return entered if groups.is_last else None
+            entered = self._entering_head(parts)
+            return entered if stage.groups.is_last else None
 
-        call = self._loss_call(batch, cut, forwards, of_all)
-        found, message = self._computed(call, batch.forward), None
+        call = LossCall(self, batch, cut, forwards, of_all)
+        output = self._computed(call)
         if call.found is not None:
-            # What has no row for each joined sample, such as the loss, is of all replicas, and stays as it is.
-            whole, num_rows = call.found, len(call.found.entering)
-            output = found if how.reduce is None else how.reduce(found, whole.inputs)
-            own = mapped(lambda each: whole.own_rows(each) if each.dim() and len(each) == num_rows else each, output)
-            message = as_message(mapped(torch.Tensor.cpu, own))
+            output = call.found.own_outputs(output if how.reduce is None else how.reduce(output, call.found.inputs))
+            output = recursively_apply(torch.Tensor.cpu, output)
+        return self._told(output, how)
+
+    def _entering_head(self, parts: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        """Return what enters the head in each micro-batch on the last stage; the head sees the whole batch at once."""
+        parts = [replace(part, is_predicted=True, ends_before_head=True) for part in parts]
+        return self.stage.engine.begin(self.forwards(len(parts)), parts).drain()
+
+    def _told(self, output: Any, how: Prediction) -> Any:
+        """Return the last stage's output on every stage."""
+        stage, message = self.stage, None
         stage.view.widen()
-        return from_message(
-            spread(message, groups, stage.settings.timeout, how.is_read_by_first), stage.settings.device
-        )
+        if stage.groups.is_last:
+            message = as_message(output)
+        message = spread(message, stage.groups, stage.settings.timeout, how.is_read_by_first)
+        return from_message(message, stage.settings.device)
 
     @torch.no_grad()
     def _through_head(
@@ -402,7 +375,7 @@ class StageRunner:
 
         def run(hidden: torch.Tensor, given: dict[str, Any]) -> Any:
             output = head(hidden, given)
-            return mapped(torch.Tensor.cpu, output if how.reduce is None else how.reduce(output, given))
+            return recursively_apply(torch.Tensor.cpu, output if how.reduce is None else how.reduce(output, given))
 
         if how.reduce is not None and len(parts) > 1 and self.scope is LossScope.PARTS:
             # Measured on one part and kept: it depends on the widths and dtypes of the head, hardly on the batch.
@@ -413,17 +386,19 @@ class StageRunner:
                 joined = _joined_outputs(outputs, batch, parts)
                 if joined is not None:
                     return joined
-        joins = self._replicas if how.joins_replicas else None
+        joins = self.replicas if how.joins_replicas else None
         found = join_parts(detach_tags(batch)[0], parts, entering, joins)
-        output, num_rows = run(found.entering, found.inputs), len(found.entering)
-        # What has no row for each joined sample, such as the loss, is of all replicas, and stays as it is.
-        return mapped(lambda each: found.own_rows(each) if each.dim() and len(each) == num_rows else each, output)
+        return found.own_outputs(run(found.entering, found.inputs))
 
-    def actions(self, schedule: Schedule, num_microbatches: int, num_token_slices: int = 1) -> ActionList:
+    def forwards(self, num_microbatches: int) -> ActionList:
+        """Return this rank's action list of forwards alone."""
+        return self._actions(self._forward_only, num_microbatches)
+
+    def _actions(self, schedule: Schedule, num_microbatches: int, num_token_slices: int = 1) -> ActionList:
         """Return this rank's action list; the same object each time, as schedules keep their tables."""
-        layout = self.stage.layout
-        shape = layout.pipeline_size, num_microbatches, layout.num_chunks, layout.first_active_stage
-        return schedule.table(*shape, num_token_slices)[self.stage.groups.position]
+        groups, num_chunks = self.stage.groups, self.stage.layout.num_chunks
+        shape = groups.pipeline_size, num_microbatches, num_chunks, self._first_active_stage
+        return schedule.table(*shape, num_token_slices)[groups.position]
 
     def _last_gradients_of(self, actions: ActionList) -> list[tuple[Action, list[torch.nn.Parameter]]]:
         # By identity, as comparing would take longer than a micro-batch of a small model.
@@ -508,8 +483,8 @@ def _joined_outputs(outputs: list[Any], batch: SampleBatch, parts: Sequence[Micr
     return join_outputs(outputs, [part.weight for part in parts], Axis.of(batch, sizes).joined)
 
 
-class OnDevice(Sequence[MicroBatch]):
-    """Micro-batches that are moved to the device on first lookup, together with a prefetch of the next one.
+class OnDevice:
+    """Micro-batches by number, moved to the device on first lookup, together with a prefetch of the next one.
 
     `uses` is the number of lookups of each: the device copy is freed after the last one. `prepare` moves inputs to the
     device, on the stream `copies`.
@@ -517,30 +492,23 @@ class OnDevice(Sequence[MicroBatch]):
 
     def __init__(
         self,
-        parts: list[MicroBatch],
+        parts: Iterable[MicroBatch],
         uses: Counter[int],
         prepare: Callable[[dict[str, Any]], dict[str, Any]],
         copies: CopyStream,
     ) -> None:
-        self._parts = parts
+        self.parts = {part.index: part for part in parts}
         self._num_left = uses
         self._prepare = prepare
         self.copies = copies
         self._coming: dict[int, Arriving[dict[str, Any]]] = {}
         self._there: dict[int, MicroBatch] = {}
 
-    def __len__(self) -> int:
-        return len(self._parts)
-
-    def shape(self, i: int) -> tuple[int, ...]:
-        """Return the shape of a micro-batch's activation, without looking the micro-batch up."""
-        return self._parts[i].activation_shape
-
-    def __getitem__(self, i: Any) -> Any:
+    def __getitem__(self, i: int) -> MicroBatch:
         if i not in self._there:
             self._fetch(i)
             inputs = self._coming.pop(i).on_device()
-            self._there[i] = self._parts[i].with_inputs(inputs)
+            self._there[i] = self.parts[i].with_inputs(inputs)
             # Ahead, so that the copy runs beside the computations of this one.
             self._fetch(i + 1)
         self._num_left[i] -= 1
@@ -549,5 +517,5 @@ class OnDevice(Sequence[MicroBatch]):
     def _fetch(self, i: int) -> None:
         # Neither beyond the last one nor what no action of this rank looks up.
         if self._num_left[i] and i not in self._coming and i not in self._there:
-            given = self._parts[i].inputs
+            given = self.parts[i].inputs
             self._coming[i] = self.copies.start(lambda: self._prepare(given))

@@ -17,7 +17,7 @@ from hf_pipetransformer.runtime.ownership import is_whole
 
 
 if TYPE_CHECKING:
-    from hf_pipetransformer.comm.topology import PipelineGroups, Topology
+    from hf_pipetransformer.comm.topology import Topology
     from hf_pipetransformer.runtime.stage import Stage
 
 
@@ -40,24 +40,17 @@ def collect_parameters(
     """
     if not stage.is_spread:
         return {}
-    named, owners, place = stage.store.named(), stage.owners, stage.groups
-    wanting = range(place.pipeline_size) if positions is None else positions
+    named, owners = stage.store.named(), stage.owners
+    wanting = range(stage.groups.pipeline_size) if positions is None else positions
     # Meta tensors stand for parameters of other stages, and their device says nothing.
     run_device = next(p.device for p in named.values() if not p.is_meta)
     names = [name for name in named if only is None or name in only]
     found: dict[str, torch.Tensor] = {}
     # All ranks cut the same names into rounds, by sizes that meta tensors have too, so that their transfers match.
     for indices in in_rounds([named[name].nbytes for name in names]):
-        parcels, arriving = [], {}
-        for name in (names[index] for index in indices):
-            source, parameter = owners[name][0], named[name].detach()
-            targets = [position for position in wanting if position not in owners[name]]
-            if source == place.position:
-                parcels += _leaving(name, parameter.contiguous(), targets, place)
-            elif place.position in targets:
-                arriving[name] = torch.empty(parameter.shape, dtype=parameter.dtype, device=run_device)
-                parcels.append(_arriving(name, arriving[name], source, place))
-        carry(parcels, place.pipeline_control, stage.settings.timeout)
+        part = [names[index] for index in indices]
+        targets = {name: [position for position in wanting if position not in owners[name]] for name in part}
+        arriving = _exchanged(stage, named, owners, targets, run_device)
         # Off the device before the next round: only one round at a time must fit there.
         found.update({name: tensor.to(device) for name, tensor in arriving.items()})
     return found
@@ -65,29 +58,35 @@ def collect_parameters(
 
 def share_buffers(stage: Stage) -> None:
     """Copy each buffer from its first user to all ranks. Collective: call on every rank of the pipeline."""
-    named, owners, place = dict(stage.view.model.named_buffers()), stage.buffer_owners(), stage.groups
-    parcels, arriving = [], {}
-    for name, buffer in named.items():
-        source = owners[name][0]
-        if source == place.position:
-            others = [position for position in range(place.pipeline_size) if position != source]
-            parcels += _leaving(name, buffer.detach().contiguous(), others, place)
-        else:
-            arriving[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=buffer.device)
-            parcels.append(_arriving(name, arriving[name], source, place))
-    carry(parcels, place.pipeline_control, stage.settings.timeout)
-    for name, value in arriving.items():
+    named = dict(stage.view.model.named_buffers())
+    targets = dict.fromkeys(named, range(stage.groups.pipeline_size))
+    for name, value in _exchanged(stage, named, stage.buffer_owners, targets).items():
         named[name].data.copy_(value)
 
 
-def _leaving(name: str, tensor: torch.Tensor, positions: list[int], place: PipelineGroups) -> list[Parcel]:
-    ranks = [place.pipeline_ranks[position] for position in positions]
-    return [Parcel(tensor, rank, True, f"{name} to rank {rank}") for rank in ranks]
+def _exchanged(
+    stage: Stage,
+    named: Mapping[str, torch.Tensor],
+    owners: Mapping[str, Sequence[int]],
+    targets: Mapping[str, Sequence[int]],
+    device: torch.device | None = None,
+) -> dict[str, torch.Tensor]:
+    """Send tensors from their first owners to the `targets`, positions by name; returns those that arrive here.
 
-
-def _arriving(name: str, tensor: torch.Tensor, position: int, place: PipelineGroups) -> Parcel:
-    rank = place.pipeline_ranks[position]
-    return Parcel(tensor, rank, False, f"{name} from rank {rank}")
+    They arrive on `device`, or where this rank has its own. Collective: call on every rank of the pipeline.
+    """
+    place, parcels, arriving = stage.groups, list[Parcel](), dict[str, torch.Tensor]()
+    for name, positions in targets.items():
+        source, tensor, rank_of = owners[name][0], named[name].detach(), place.pipeline_ranks
+        if source == place.position:
+            leaving = tensor.contiguous()
+            ranks = [rank_of[position] for position in positions if position != source]
+            parcels += [Parcel(leaving, rank, True, f"{name} to rank {rank}") for rank in ranks]
+        elif place.position in positions:
+            arriving[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device or tensor.device)
+            parcels.append(Parcel(arriving[name], rank_of[source], False, f"{name} from rank {rank_of[source]}"))
+    carry(parcels, place.pipeline_control, stage.settings.timeout)
+    return arriving
 
 
 def end_training(stage: Stage) -> None:

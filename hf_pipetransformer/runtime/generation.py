@@ -28,13 +28,12 @@ from hf_pipetransformer.engine.engine import Engine
 from hf_pipetransformer.engine.losses import LossRule
 from hf_pipetransformer.engine.program import TokenSpan
 from hf_pipetransformer.runtime.execution import LoaderBatch
-from hf_pipetransformer.schedules.tables import FORWARD_ONLY
 from hf_pipetransformer.splitters.adapters import bare_model
 from hf_pipetransformer.splitters.base import media_of
+from hf_pipetransformer.splitters.view import overriding_forwards
 
 
 if TYPE_CHECKING:
-    from hf_pipetransformer.engine.engine import ActionListRun
     from hf_pipetransformer.engine.program import MicroBatch
     from hf_pipetransformer.runtime.execution import StageRunner
     from hf_pipetransformer.runtime.pipeline import Pipeline
@@ -205,7 +204,7 @@ class Passes:
         programs = [TokenSliceProgram(program, stage.layout.num_layers) for program in stage.engine.programs]
         # An engine of its own, as keys and values are kept for the generation only.
         self._engine = Engine(programs, stage.engine.links, stage.engine.meter)
-        self._run: ActionListRun | None = None
+        self._run = self._engine.begin((), ())
         self._num_kept = 0
         self._size: int | None = None
         self._dtype = torch.float32
@@ -213,7 +212,7 @@ class Passes:
     @contextmanager
     def replacing_forward(self, model: Any) -> Iterator[None]:
         """Run the forwards of `model` as passes inside, except those that the stages call for their own part."""
-        original, own = model.forward, vars(model).get("forward")
+        original = model.forward
 
         @wraps(original)  # `generate` reads the signature.
         def forward(*args: Any, **inputs: Any) -> Any:
@@ -221,17 +220,13 @@ class Passes:
                 return original(*args, **inputs)
             return self._pass(inputs)
 
-        model.forward = forward
         try:
-            yield
-            if self._run is not None:
+            with overriding_forwards([(model, forward)]):
+                yield
                 self._run.drain()
         finally:
-            del model.forward
-            if own is not None:
-                model.forward = own
             # The keys and values would stay until the next batch.
-            self._engine.begin((), (), is_training=False)
+            self._engine.begin((), ())
 
     def _pass(self, inputs: dict[str, Any]) -> CausalLMOutputWithPast:
         """Return the logits of the last token of each sequence, `(batch, 1, vocabulary)`, on every rank.
@@ -247,10 +242,7 @@ class Passes:
         actions, parts = self._cut(inputs, self._num_kept if cache else None)
         num_rows, num_new = inputs[self.runner.activation.main_input].shape
         self._num_kept += num_new
-        if self._run is None:
-            self._run = self._engine.begin(actions, parts, is_training=False)
-        else:
-            self._run.extend(actions, parts)
+        self._run.extend(actions, parts)
         self._run.advance()
         results = zip(parts, self._run.take_results(), strict=False)  # There are none but on the last stage.
         stage.view.widen()
@@ -281,13 +273,14 @@ class Passes:
         bounds = [num_new * number // num_slices for number in range(num_slices + 1)]
         batch = LoaderBatch(SampleBatch(inputs), self._last_logits, num_rows)
         cut = runner.cut(batch, LossRule.MEAN, count, bounds if num_slices > 1 else ())
-        if num_kept is not None:
-            places = [part.place or TokenSpan(part.index, 0, num_new, None) for part in cut]
-            cut = [
-                replace(part, place=TokenSpan(each.batch_slice, num_kept + each.start, num_kept + each.stop, None))
-                for part, each in zip(cut, places, strict=True)
-            ]
-        return runner.actions(FORWARD_ONLY[layout.placement], len(cut)), cut
+        if num_kept is None:
+            return runner.forwards(len(cut)), [replace(part, is_predicted=True) for part in cut]
+        parts = []
+        for part in cut:
+            own = part.place or TokenSpan(part.index, 0, num_new, None)
+            place = TokenSpan(own.batch_slice, num_kept + own.start, num_kept + own.stop, None)
+            parts.append(replace(part, place=place, is_predicted=True))
+        return runner.forwards(len(parts)), parts
 
     def _last_logits(self, inputs: dict[str, Any]) -> torch.Tensor:
         logits: torch.Tensor = self._forward(**inputs).logits[:, -1:]

@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from accelerate.utils import recursively_apply
 
 from hf_pipetransformer.comm.transfers import all_gather_trees, gather_rows
 from hf_pipetransformer.data.batches import Axis, SampleBatch, has_samples, take_samples
@@ -44,6 +45,16 @@ class Joined:
     share: float = 1.0
     own_rows: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
     cut: Callable[[torch.Tensor], list[torch.Tensor]] = lambda gradient: [gradient]
+
+    def own_outputs(self, output: Any) -> Any:
+        """Return this replica's rows of what the head made of `entering`.
+
+        What has no row for each joined sample, such as the loss, is of all replicas, and stays as it is.
+        """
+        num_rows = len(self.entering)
+        return recursively_apply(
+            lambda each: self.own_rows(each) if each.dim() and len(each) == num_rows else each, output
+        )
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ is cut into micro-batches are the arguments of the model, not the batch that the
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,13 +19,16 @@ from transformers.utils import ModelOutput
 from hf_pipetransformer.comm.transfers import broadcast_tree
 from hf_pipetransformer.data.batches import SampleBatch, detach_tags
 from hf_pipetransformer.data.rng import drawing_from, same_states
-from hf_pipetransformer.runtime.joining import BatchOfAll, Joined, ReplicaJoin, join_parts
+from hf_pipetransformer.engine.losses import LossRule
+from hf_pipetransformer.runtime.joining import BatchOfAll, Joined, join_parts
 from hf_pipetransformer.splitters.adapters import bare_model
+from hf_pipetransformer.splitters.view import overriding_forwards
 
 
 if TYPE_CHECKING:
-    from hf_pipetransformer.data.rng import SharedRngState, States
-    from hf_pipetransformer.engine.program import Forward, MicroBatch
+    from hf_pipetransformer.data.rng import States
+    from hf_pipetransformer.engine.program import MicroBatch
+    from hf_pipetransformer.runtime.execution import LoaderBatch, StageRunner
     from hf_pipetransformer.runtime.stage import Stage
 
 
@@ -56,28 +58,17 @@ class LossCall:
     """Call of a loss for a whole batch.
 
     Args:
-        stage: this rank's.
-        inputs: batch of this replica, with tags.
-        prepare: moves a batch to this stage's device.
-        called: runs a forward of the model as Trainer's wrapped model does.
-        cut: cuts a batch, and what runs it, into micro-batches.
+        batch: batch of this replica, with tags; its `forward` computes the loss.
+        before: micro-batches that it was cut into, before the loss is known to give the model its own.
         forwards: runs the layers for micro-batches; returns what entered the head in each, None without the head.
         of_all: batch of all replicas, which the loss is given; None for this replica's own.
-        replicas: join over the replicas, on the last stage.
-        extra: entries for the loss that are not of the data set.
-        shared: random numbers that all ranks draw alike inside the loss, as one process would.
     """
 
-    stage: Stage
-    inputs: SampleBatch
-    prepare: Callable[[dict[str, Any]], dict[str, Any]]
-    called: Callable[[Callable[[], Any]], Any]
-    cut: Callable[[SampleBatch, Forward], list[MicroBatch]]
+    runner: StageRunner
+    batch: LoaderBatch
+    before: Sequence[MicroBatch]
     forwards: Callable[[list[MicroBatch]], list[torch.Tensor] | None]
-    of_all: BatchOfAll | None = None
-    replicas: ReplicaJoin | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    shared: SharedRngState | None = None
+    of_all: BatchOfAll | None
     is_entered: bool = field(default=False, init=False)
     states: States | None = field(default=None, init=False)
     """The shared random numbers when the loss called the model."""
@@ -85,19 +76,28 @@ class LossCall:
     """What entered the head, for all samples that the loss sees; None without the head."""
     _is_inside: bool = field(default=False, init=False)
 
-    def compute(self, loss: Callable[[dict[str, Any]], Any]) -> Any:
-        """Return what `loss` returns of the batch; None on a rank without the head.
+    @property
+    def stage(self) -> Stage:
+        return self.runner.stage
+
+    def compute(self) -> Any:
+        """Return what the loss returns of the batch; None on a rank without the head.
 
         Raises:
             ValueError: the loss does not call the model, calls it twice, or in a way that stages cannot follow.
         """
-        whole = self.inputs if self.of_all is None else self.of_all.inputs
-        self._given = self.prepare(detach_tags(whole)[0])
+        own, cut = self.batch.inputs, self.before
+        self._given = self.batch.prepare(detach_tags(own if self.of_all is None else self.of_all.inputs)[0])
+        # A frozen reference has given entries to the micro-batches, which the batch does not have.
+        names = sorted({*cut[0].inputs} - own.names)
+        of_reference = {name: torch.cat([part.inputs[name] for part in cut]) for name in names}
         # The versions show what the loss has changed in place before it calls the model.
         self._versions = {id(each): each._version for each in self._given.values() if isinstance(each, torch.Tensor)}
+        # In place of the outermost of these that is called the pipeline runs. Bound now, as they call the replacement.
+        forwards = [(each, partial(self._forward, each, each.forward)) for each in self.stage.view.modules_around()]
         try:
-            with self._replacing_forward(), drawing_from(self.shared):
-                result = loss({**self._given, **self.extra})
+            with overriding_forwards(forwards), drawing_from(self.batch.shared):
+                result = self.batch.forward({**self._given, **of_reference})
         except LeavesLoss as left:
             # The traceback references the frames of the loss, and with them its tensors.
             left.__traceback__ = None
@@ -119,7 +119,7 @@ class LossCall:
 
         Collective: call on every rank of the pipeline.
         """
-        shared, groups = self.shared, self.stage.groups
+        shared, groups = self.batch.shared, self.stage.groups
         if shared is None or groups.pipeline_size == 1:
             return
         has_drawn = groups.is_last and self.states is not None and not same_states(shared.states, self.states)
@@ -140,22 +140,6 @@ class LossCall:
     def _name(self) -> str:
         return type(bare_model(self.stage.view.model)).__name__
 
-    @contextmanager
-    def _replacing_forward(self) -> Iterator[None]:
-        """Have the pipeline run inside in place of the outermost module that is called and has all layers."""
-        modules = self.stage.view.modules_around()
-        before = [(module, vars(module).get("forward")) for module in modules]
-        for module in modules:
-            # Bound now, since the module has the replacement while it is called.
-            module.forward = partial(self._forward, module, module.forward)
-        try:
-            yield
-        finally:
-            for module, own in before:
-                del module.forward
-                if own is not None:
-                    module.forward = own
-
     def _forward(self, module: nn.Module, own_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._is_inside:
             return own_forward(*args, **kwargs)
@@ -172,7 +156,7 @@ class LossCall:
         def run(inputs: Mapping[str, Any]) -> Any:
             inputs = self.stage.view.inputs_read(inputs)
             # What is not the model runs under the autocast of the loss alone, as with Trainer.
-            return self.called(lambda: own_forward(**inputs)) if is_model else own_forward(**inputs)
+            return self.runner.called(own_forward, inputs) if is_model else own_forward(**inputs)
 
         if self.is_entered and self.stage.layout.pipeline_size == 1:
             # All layers are here: a further call runs them as they are, for all rows at once.
@@ -185,14 +169,17 @@ class LossCall:
             )
         self.is_entered = True
         # Amid the drawing of what the loss draws: the layers draw from this rank's own numbers.
-        with drawing_from(self.shared):
-            self.states = None if self.shared is None else self.shared.states
-            own = self._own(given)
-            parts = self.cut(own, run)
+        shared, runner = self.batch.shared, self.runner
+        with drawing_from(shared):
+            self.states = None if shared is None else shared.states
+            own, on_host = self._own(given), [part.on_host for part in self.before]
+            batch = replace(self.batch, inputs=own, forward=run)
+            parts = runner.cut(batch, LossRule.SUM, len(self.before), on_host=on_host)
             entered = self.forwards(parts)
             if entered is None:
                 raise LeavesLoss
-            found = join_parts(detach_tags(own)[0], parts, entered, self.replicas, self.of_all)
+            replicas = None if self.of_all is None else runner.replicas
+            found = join_parts(detach_tags(own)[0], parts, entered, replicas, self.of_all)
             # A leaf, which collects the gradient that the layers wait for.
             self.found = replace(found, entering=found.entering.detach())
             self.found.entering.requires_grad_(torch.is_grad_enabled())
@@ -222,7 +209,7 @@ class LossCall:
                 "stages begin: detach it, compute it inside the model, or set pipeline_parallel_size=1 and "
                 "pipeline_parallel_num_microbatches=1."
             )
-        own, (_, tags) = self.inputs.like(given), detach_tags(self.inputs)
+        own, (_, tags) = self.batch.inputs.like(given), detach_tags(self.batch.inputs)
         is_batchs = all(
             value is self._given.get(name) and value._version == self._versions[id(value)]
             for name, value in tensors.items()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import recursively_apply
 from transformers.utils import ModelOutput
 
 from hf_pipetransformer.comm.errors import PipelineError
@@ -36,7 +36,7 @@ def as_message(output: Any) -> dict[str, Any]:
 def from_message(message: dict[str, Any], device: torch.device) -> Any:
     if "parts" in message:
         return tuple(from_message(part, device) for part in message["parts"])
-    value = mapped(lambda tensor: tensor.to(device), message["value"])
+    value = recursively_apply(lambda tensor: tensor.to(device), message["value"])
     if message["module"] is None:
         return value
     kind = getattr(importlib.import_module(message["module"]), message["name"], None)
@@ -54,18 +54,6 @@ def from_message(message: dict[str, Any], device: torch.device) -> Any:
 def without_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of no samples, `(0, ...)`, which does not keep the given one; scalars stay as they are."""
     return tensor.new_empty((0, *tensor.shape[1:])) if tensor.dim() else tensor
-
-
-def mapped(call: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Return a tree with `call` applied to its tensors."""
-    if isinstance(value, torch.Tensor):
-        return call(value)
-    if isinstance(value, dict):
-        # By keywords, which are how a `ModelOutput` takes its entries.
-        return type(value)(**{key: mapped(call, item) for key, item in value.items()})
-    if isinstance(value, (list, tuple)):
-        return type(value)(mapped(call, item) for item in value)
-    return value
 
 
 def num_bytes(value: Any) -> int:
@@ -86,7 +74,7 @@ def spread(message: dict[str, Any] | None, groups: PipelineGroups, timeout: floa
     if not is_read_by_first:
         return broadcast_tree(message, source, control, rank)
     # One rank reads the values, so the broadcast to all carries shapes alone.
-    outline = None if message is None else mapped(without_rows, message)
+    outline = None if message is None else recursively_apply(without_rows, message)
     outline = broadcast_tree(outline, source, control, rank)
     if source == first:  # Some schedules have the first and the last stage on one rank.
         return outline if message is None else message

@@ -23,7 +23,7 @@ class OptimizerState:
     Args:
         named: all of the model's parameters by name, in its order, those of other ranks included.
         may_move: True if parameters may come from other ranks. The constructor is then collective: call on every rank.
-        group_of: name to group index of parameters that the optimizer does not contain now.
+        names_before: names, by id, of parameters that those of the model have replaced since the optimizer was built.
 
     Raises:
         ValueError: parameters may move, and the optimizer pages its state, or the groups differ between ranks, so the
@@ -36,15 +36,14 @@ class OptimizerState:
         named: Mapping[str, torch.nn.Parameter],
         topology: Topology,
         may_move: bool,
-        group_of: Mapping[str, int],
+        names_before: Mapping[int, str],
     ) -> None:
         self.optimizer = optimizer
         self.frozen_by_script: tuple[str, ...] = ()
         """Names of parameters of a user's optimizer that the script froze before training."""
-        # A rank of several has been given the parameters of its stage alone.
-        self._is_reduced = bool(group_of)
-        name_of = {id(parameter): name for name, parameter in named.items()}
-        self.group_of = dict(group_of)
+        self._is_reduced = False
+        name_of = {**names_before, **{id(parameter): name for name, parameter in named.items()}}
+        self.group_of: dict[str, int] = {}
         # A user's optimizer may train parameters outside the model (of a loss, say): they stay.
         self._foreign: list[list[torch.nn.Parameter]] = [[] for _ in optimizer.param_groups]
         for index, group in enumerate(optimizer.param_groups):
@@ -109,6 +108,22 @@ class OptimizerState:
         """Names of parameters that a user's optimizer had and that are not in it now, as the script froze them."""
         return self.frozen_by_script if self._is_reduced else ()
 
+    def keep(self, named: Mapping[str, torch.nn.Parameter]) -> None:
+        """Reduce an optimizer that was built for the whole model to the parameters that this rank trains.
+
+        Parameter groups stay, even when empty, so a learning rate scheduler built on them stays valid.
+
+        Raises:
+            ValueError: the optimizer trains parameters that are not the model's.
+        """
+        num_foreign = sum(map(len, self._foreign))
+        if num_foreign:
+            raise ValueError(
+                f"The optimizer trains {num_foreign} parameters that are not the model's, which no stage would own. "
+                "Make them parameters of the model, or set pipeline_parallel_size=1."
+            )
+        self.hold(named, {})
+
     def let_go(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Remove parameters that this rank no longer trains and free their state; call `hold` afterwards."""
         gone = set(parameters)
@@ -137,40 +152,6 @@ class OptimizerState:
                 self.optimizer.state[named[name]] = {
                     key: _to(value, named[name], beside) for key, value in state.items()
                 }
-
-
-def keep_parameters(
-    optimizer: torch.optim.Optimizer, name_of: Mapping[int, str], kept: Mapping[str, torch.nn.Parameter]
-) -> dict[str, int]:
-    """Reduce an optimizer that was built for the whole model to what this rank trains, in place.
-
-    Parameter groups stay, even when empty, so a learning rate scheduler built on them stays valid.
-
-    Args:
-        name_of: id of each parameter of the model to the parameter's name.
-        kept: parameters that this rank trains, by name.
-
-    Returns:
-        Name of each parameter that was in the optimizer to the index of its group.
-
-    Raises:
-        ValueError: the optimizer trains parameters that are not the model's.
-    """
-    group_of: dict[str, int] = {}
-    num_foreign = sum(id(p) not in name_of for group in optimizer.param_groups for p in group["params"])
-    if num_foreign:
-        raise ValueError(
-            f"The optimizer trains {num_foreign} parameters that are not the model's, which no stage would own. Make "
-            "them parameters of the model, or set pipeline_parallel_size=1."
-        )
-    for index, group in enumerate(optimizer.param_groups):
-        names = [name_of[id(parameter)] for parameter in group["params"]]
-        group_of.update(dict.fromkeys(names, index))
-        group["params"] = [kept[name] for name in names if name in kept]
-    ids = {id(parameter) for parameter in kept.values()}
-    for dropped in [parameter for parameter in optimizer.state if id(parameter) not in ids]:
-        del optimizer.state[dropped]
-    return group_of
 
 
 def _to(value: Any, parameter: torch.nn.Parameter, are_scalars_beside: bool) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -74,7 +74,9 @@ class PipelineShell(nn.Module):
         # forward; any other caller means the whole model.
         is_alone = runner is None or runner.stage.view.is_running or not runner.stage.view.is_installed
         if runner is None or is_alone or runner.present is not None:
-            return self.called(lambda: self.module(*args, **kwargs))
+            # As `called` does, without a call more between Trainer and each forward.
+            with self._autocast():
+                return self._converted(self.module(*args, **kwargs))
         if args or torch.is_grad_enabled():
             raise RuntimeError(
                 "A model that is split into pipeline stages can be called with keyword arguments under "
@@ -83,10 +85,12 @@ class PipelineShell(nn.Module):
             )
         return runner.predict(kwargs, self._run_own_part, self.prediction)
 
-    def called(self, forward: Callable[[], Any]) -> Any:
+    def called(self, forward: Callable[..., Any], inputs: Mapping[str, Any]) -> Any:
         """Return what a forward of the model returns, under the autocast of the run."""
         with self._autocast():
-            outputs = forward()
+            return self._converted(forward(**inputs))
+
+    def _converted(self, outputs: Any) -> Any:
         return convert_to_fp32(outputs) if self._is_mixed else outputs
 
     def _run_own_part(self, inputs: dict[str, Any]) -> Any:

@@ -59,10 +59,10 @@ class Stage:
 
     Args:
         store: the model's parameters. If the stage is spread it holds only this rank's.
-        owners: positions in the pipeline of the ranks that use each parameter, by name, first user first.
-        shared: parameters that this rank shares with other ranks of the pipeline.
         embeddings: gradients of embeddings that the engine keeps back during a batch.
         head: way to run the head of the next batches.
+        engine: runs this rank's stages; made last, as their programs take parts of this.
+        shared: parameters that this rank shares with other ranks of the pipeline.
         reducer: gradient all-reduce over replicas; None outside training.
     """
 
@@ -71,33 +71,35 @@ class Stage:
     settings: StageSettings
     view: StageView
     store: ParameterStore
-    engine: Engine
-    owners: dict[str, tuple[int, ...]]
-    shared: list[SharedParameter]
     embeddings: EmbeddingGradients
     head: HeadPlan
-    reducer: GradientReducer | None
+    engine: Engine = field(init=False)
+    shared: list[SharedParameter] = field(default_factory=list, init=False)
+    reducer: GradientReducer | None = field(default=None, init=False)
     _modes: tuple[Layout, list[tuple[nn.Module, bool]]] | None = field(default=None, init=False)
     """All modules and the mode in which `set_modes` has put them, under a layout."""
 
     def own_names(self) -> set[str]:
         return {name for name, ranks in self.owners.items() if self.groups.position in ranks}
 
+    @cached_property
+    def owners(self) -> dict[str, tuple[int, ...]]:
+        """Positions in the pipeline of the ranks that use each parameter, by name, first user first."""
+        return {name: self.layout.ranks_of(blocks) for name, blocks in self.view.structure.blocks_of_parameter.items()}
+
+    @cached_property
     def buffer_owners(self) -> dict[str, tuple[int, ...]]:
-        """Return the positions in the pipeline of the ranks that use each buffer, by name, first user first."""
+        """The same for buffers."""
         return {name: self.layout.ranks_of(blocks) for name, blocks in self.view.structure.blocks_of_buffer.items()}
 
     def own_buffers(self) -> set[str]:
-        return {name for name, ranks in self.buffer_owners().items() if self.groups.position in ranks}
+        return {name for name, ranks in self.buffer_owners.items() if self.groups.position in ranks}
 
     def trained_here(self) -> dict[str, nn.Parameter]:
         """Return the trained parameters whose optimizer state this rank keeps."""
         held = self.store.held().items()
-        return {name: p for name, p in held if p.requires_grad and self.owns_state_of(name)}
-
-    def owns_state_of(self, name: str) -> bool:
-        """Return True if this rank is the first user of a parameter, and so keeps its optimizer state."""
-        return self.owners[name][0] == self.groups.position
+        # The first user of a parameter keeps it.
+        return {name: p for name, p in held if p.requires_grad and self.owners[name][0] == self.groups.position}
 
     def set_modes(self) -> None:
         """Set training mode, except for blocks that the run froze or whose activations are cached.
@@ -109,22 +111,16 @@ class Stage:
         if known and known[0] == self.layout and all(module.training is mode for module, mode in known[1]):
             return
         self.view.model.train()
-        for block, modules in self._frozen_blocks():
-            if block in self._cached_blocks() or block in self._trainable_blocks:
+        structure, layout = self.view.structure, self.layout
+        # Block 0 is the embeddings, then come the layers.
+        blocks = [structure.entries, *([layer] for layer in structure.layers)]
+        num_frozen = layout.num_frozen_layers + 1 if layout.num_frozen_layers else 0
+        for block, modules in enumerate(blocks[:num_frozen]):
+            is_cached = layout.cache_level > 0 and block <= layout.cache_level
+            if is_cached or block in self._trainable_blocks:
                 for module in modules:
                     put_in_evaluation_mode(module)
         self._modes = self.layout, [(module, module.training) for module in self.view.model.modules()]
-
-    def _frozen_blocks(self) -> Iterator[tuple[int, list[nn.Module]]]:
-        """Yield each block of the frozen prefix: 0 is the embeddings, then come the layers."""
-        structure, num_frozen = self.view.structure, self.layout.num_frozen_layers
-        if num_frozen:
-            yield 0, structure.entries
-            for index, layer in enumerate(structure.layers[:num_frozen]):
-                yield index + 1, [layer]
-
-    def _cached_blocks(self) -> range:
-        return range(self.layout.cache_level + 1 if self.layout.cache_level else 0)
 
     @torch.no_grad()
     def output_below(self, stop: int, forward: Callable[[], Any], seed: int = 0) -> torch.Tensor:

@@ -15,7 +15,7 @@ from hf_pipetransformer.engine.engine import Engine
 from hf_pipetransformer.engine.weights.stage import StageWeights, VersionedProgram
 from hf_pipetransformer.runtime.execution import OnDevice
 from hf_pipetransformer.schedules.actions import COMPUTATIONS, Action, ActionList, Op
-from hf_pipetransformer.schedules.asynchronous import enough, step_actions
+from hf_pipetransformer.schedules.asynchronous import step_actions
 
 
 if TYPE_CHECKING:
@@ -39,7 +39,9 @@ class Window:
         self._steps: deque[list[OnDevice]] = deque()
         self._num_added = 0
         self._before: deque[int] = deque()
-        self._micro_batches = _MicroBatches()
+        self._micro_batches: dict[int, OnDevice] = {}
+        """Batch of each micro-batch, by its number."""
+        self._num_micro_batches = 0
         self._first_micro_batch = 0
         self._action_lists: deque[ActionList] = deque()
         (program,) = stage.engine.programs
@@ -49,24 +51,25 @@ class Window:
             program = VersionedProgram(program, weights)
         # An engine of its own, as versions of the weights are kept within the window only.
         own = Engine([program], stage.engine.links, stage.engine.meter)
-        self._run = own.begin((), self._micro_batches)
+        self._run = own.begin((), _Lookup(self._micro_batches))
 
     def add(self, batches: Iterable[LoaderBatch]) -> None:
         """Append the batches of the next step. Steps added early let forwards run ahead into them."""
-        step = [self._cut(batch) for batch in batches]
-        for batch in step:
-            self._micro_batches.add(batch, self._num_added)
-        self._steps.append(step)
+        self._steps.append([self._cut(batch) for batch in batches])
         self._num_added += 1
 
     def _cut(self, batch: LoaderBatch) -> OnDevice:
         runner, groups, layout = self.runner, self.groups, self.runner.stage.layout
-        cut = runner.cut(batch, runner.loss_rule, layout.num_microbatches)
+        cut, start = runner.cut(batch, runner.loss_rule, layout.num_microbatches), self._num_micro_batches
+        parts = [replace(part, index=start + part.index, step=self._num_added) for part in cut]
+        self._num_micro_batches += len(parts)
         has_backward = groups.position >= layout.first_active_stage
         # Lookups of a micro-batch: the forward, the backward, and one receive for each if a neighbor sends.
         num_uses = 1 + (not groups.is_first) + has_backward + (has_backward and not groups.is_last)
-        uses = Counter(dict.fromkeys(range(len(cut)), num_uses))
-        return OnDevice(cut, uses, batch.prepare, runner.copies)
+        uses = Counter(dict.fromkeys((part.index for part in parts), num_uses))
+        own = OnDevice(parts, uses, batch.prepare, runner.copies)
+        self._micro_batches |= dict.fromkeys(own.parts, own)
+        return own
 
     @property
     def num_known(self) -> int:
@@ -92,25 +95,27 @@ class Window:
 
     def end_step(self) -> None:
         """Remove the oldest step. Call after the stage's optimizer step."""
-        size = sum(map(len, self._steps.popleft()))
+        gone = [number for batch in self._steps.popleft() for number in batch.parts]
+        size = len(gone)
         self._before.append(size)
-        # Micro-batches of older steps have no influence on the next actions.
-        while sum(self._before) - self._before[0] >= enough(self.groups.pipeline_size):
+        # Micro-batches of older steps have no influence on the next actions, see `step_actions`.
+        while sum(self._before) - self._before[0] >= self.groups.pipeline_size:
             self._before.popleft()
-        self._micro_batches.forget(range(self._first_micro_batch, self._first_micro_batch + size))
+        for number in gone:
+            del self._micro_batches[number]
         self._first_micro_batch += size
 
     def _actions_of_step(self) -> Iterator[ActionList]:
         """Yield the step's action list, cut after each batch's last backward; on a frozen stage all in one part."""
         (present, *later), rank = self._steps, self.groups.position
-        sizes = [len(batch) for batch in present]
+        sizes = [len(batch.parts) for batch in present]
         actions = step_actions(
             self._placement,
             self.first_active_stage,
             rank,
             tuple(self._before),
             sum(sizes),
-            tuple(sum(map(len, batches)) for batches in later),
+            tuple(sum(len(batch.parts) for batch in batches) for batches in later),
         )
         shifted = [
             action._replace(micro_batch=action.micro_batch + self._first_micro_batch)
@@ -152,31 +157,18 @@ class Window:
             Op.RECEIVE_BACKWARD: above[2],
             Op.SEND_BACKWARD: below[3],
         }
-        self._run.abandon(neighbours, self._micro_batches.shape)
+        self._run.abandon(neighbours, lambda number: self._micro_batches[number].parts[number].activation_shape)
         self.weights.end()
 
 
-class _MicroBatches:
-    def __init__(self) -> None:
-        self._where: dict[int, tuple[OnDevice, int, int]] = {}
-        self._num = 0
+class _Lookup:
+    """Lookup of micro-batches by number in their batches."""
 
-    def add(self, batch: OnDevice, step: int) -> None:
-        for position in range(len(batch)):
-            self._where[self._num] = batch, position, step
-            self._num += 1
+    def __init__(self, batches: dict[int, OnDevice]) -> None:
+        self.batches = batches
 
     def __getitem__(self, number: int) -> MicroBatch:
-        batch, position, step = self._where[number]
-        return replace(batch[position], index=number, step=step)
-
-    def shape(self, number: int) -> tuple[int, ...]:
-        batch, position, _ = self._where[number]
-        return batch.shape(position)
-
-    def forget(self, numbers: range) -> None:
-        for number in numbers:
-            del self._where[number]
+        return self.batches[number][number]
 
 
 def _behind(actions: Sequence[Action], last: Action, start: int) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +25,7 @@ from hf_pipetransformer.splitters.view import StageView
 
 
 if TYPE_CHECKING:
-    from hf_pipetransformer.comm.topology import PipelineGroups, Topology
+    from hf_pipetransformer.comm.topology import Topology
     from hf_pipetransformer.schedules.layout import Layout
     from hf_pipetransformer.splitters.base import Splitter
 
@@ -62,16 +60,15 @@ def start_stage(
 def make_stage(view: StageView, store: ParameterStore, layout: Layout, settings: StageSettings) -> Stage:
     """Build this rank's stage under a layout; `store` may still hold the parameters of another one."""
     groups = settings.topology.groups(layout.places)
-    # Passes that see different weights share no casts and no head.
-    shares = not layout.abilities.overlaps_steps
     # A loss that calls autograd itself runs on the stage with the head, where nothing is kept back. Steps that overlap
     # mostly have one micro-batch, and those of more give the bits of one process that delays its updates.
-    keeps = layout.num_stages > 1 and groups.is_first and shares
+    keeps = layout.num_stages > 1 and groups.is_first and not layout.abilities.overlaps_steps
     embeddings = EmbeddingGradients(embeddings_of(view.model, view.structure.layers) if keeps else [])
-    head = HeadPlan(settings.head_slices)
-    engine = _EngineBuilder(view, layout, groups, settings, embeddings, head, shares).build()
-    owners = {name: layout.ranks_of(blocks) for name, blocks in settings.probe.structure.blocks_of_parameter.items()}
-    return Stage(layout, groups, settings, view, store, engine, owners, [], embeddings, head, reducer=None)
+    stage = Stage(layout, groups, settings, view, store, embeddings, HeadPlan(settings.head_slices))
+    programs = _Programs(stage)
+    own = layout.places.stages_of(groups.position)
+    stage.engine = Engine([programs.of(each) for each in own], [_links(stage, each) for each in own], settings.meter)
+    return stage
 
 
 def prepare_training(stage: Stage) -> None:
@@ -128,40 +125,24 @@ def send_model_from_first_rank(model: nn.Module, topology: Topology) -> None:
                 tensor.data.copy_(value)
 
 
-@dataclass(frozen=True)
-class _EngineBuilder:
-    """Builds the engine of this rank's stages under a layout.
+class _Programs:
+    """Programs of a rank's stages. Passes that see different weights share no casts and no head."""
 
-    The first stage keeps gradients back in `embeddings`; the stage with the head runs it as `head` says. Passes share
-    casts and head if `shares`.
-    """
-
-    view: StageView
-    layout: Layout
-    groups: PipelineGroups
-    settings: StageSettings
-    embeddings: EmbeddingGradients
-    head: HeadPlan
-    shares: bool
-
-    def build(self) -> Engine:
-        stages = self.layout.places.stages_of(self.groups.position)
-        programs = [self._program(stage) for stage in stages]
-        return Engine(programs, [self._links(stage) for stage in stages], self.settings.meter)
-
-    # One for all stages of the rank and its head apart, so that a weight is cast once for all of them.
-    @cached_property
-    def _casts(self) -> SharedCasts:
+    def __init__(self, stage: Stage) -> None:
+        self.stage, self.layout, self.settings = stage, stage.layout, stage.settings
+        self.num_blocks = stage.view.structure.num_blocks
+        self.shares = not self.layout.abilities.overlaps_steps
         # Compiled layers hold their own casts.
-        shares = self.shares and self.settings.is_mixed and self.settings.compiled is None
-        return SharedCasts(self.view.model if shares else None)
+        casts = self.shares and self.settings.is_mixed and self.settings.compiled is None
+        # One for all stages of the rank and its head apart, so that a weight is cast once for all of them.
+        self.casts = SharedCasts(stage.view.model if casts else None)
 
     def _dtype_out(self, last_block: int) -> torch.dtype:
         # The last block, the head, has no boundary above it.
         dtypes = self.settings.probe.boundary_dtypes
         return dtypes[min(last_block, len(dtypes) - 1)]
 
-    def _program(self, stage: int) -> StageProgram:
+    def of(self, stage: int) -> StageProgram:
         blocks, entry_block = self.layout.blocks_of(stage), self.layout.entry_block
         whole = self._with_head(stage, blocks)
         if entry_block <= blocks.start:
@@ -169,24 +150,24 @@ class _EngineBuilder:
         # Stored activations enter amid this stage: records that are read skip the blocks below.
         below, above = range(blocks.start, min(blocks.stop, entry_block)), range(entry_block, blocks.stop)
         return CachedEntryProgram(
-            self.view,
+            self.stage.view,
             below,
             entry_block,
             above=self._with_head(stage, above) if above else None,
-            whole=whole,
+            program=whole,
             dtype_entry=self.settings.probe.boundary_dtypes[entry_block - 1],
             dtype_out=self._dtype_out(blocks[-1]),
             device=self.settings.device,
         )
 
     def _with_head(self, stage: int, own: range) -> StageProgram:
-        if own.stop < self.view.structure.num_blocks or not self.shares:
+        if own.stop < self.num_blocks or not self.shares:
             return self._layers(stage, own)
         layers = self._layers(stage, own[:-1]) if own[:-1] else None
         alone = self._bare(own[-1:], sends_gradient=True)
-        self.head.program = alone
+        self.stage.head.program = alone
         dtype, is_above_active = self.settings.probe.boundary_dtypes[-1], stage > self.layout.first_active_stage
-        return HeadProgram(self.head, self._layers(stage, own), layers, alone, dtype, is_above_active)
+        return HeadProgram(self.stage.head, self._layers(stage, own), layers, alone, dtype, is_above_active)
 
     def _layers(self, stage: int, own: range) -> StageProgram:
         program: StageProgram = self._bare(own, stage > self.layout.first_active_stage)
@@ -202,28 +183,31 @@ class _EngineBuilder:
 
     def _bare(self, own: range, sends_gradient: bool) -> ModelProgram:
         # Only a split backward puts the gradients of weights off.
-        linears = linear_layers(self.view.model) if self.layout.abilities.splits_backward else []
-        later, kept = WeightGradients(linears, self._casts), self.embeddings if 0 in own else None
-        return ModelProgram(self.view, own, self._dtype_out(own[-1]), sends_gradient, later, kept)
+        view = self.stage.view
+        linears = linear_layers(view.model) if self.layout.abilities.splits_backward else []
+        later, kept = WeightGradients(linears, self.casts), self.stage.embeddings if 0 in own else None
+        return ModelProgram(view, own, self._dtype_out(own[-1]), sends_gradient, later, kept)
 
-    def _links(self, stage: int) -> StageLinks:
-        layout, groups, settings = self.layout, self.groups, self.settings
 
-        def link(lower: int, direction: str, what: str) -> Link | Local | None:
-            """Return the link between stage `lower` and the one above it; `stage` is one of the two."""
-            if not 0 <= lower < layout.num_stages - 1:
-                return None
-            peer = lower if lower < stage else lower + 1
-            if layout.places.rank_of(peer) == groups.position:
-                return Local(layout.places.chunk_of(peer))
-            rank = groups.pipeline_ranks[layout.places.rank_of(peer)]
-            dtype = settings.probe.boundary_dtypes[layout.blocks_of(lower)[-1]]
-            group, where = groups.links[lower, direction], f"{what} stage {peer} (rank {rank})"
-            return Wire(rank, group, where, dtype, settings.device, settings.timeout)
+def _links(own: Stage, stage: int) -> StageLinks:
+    """Return the links of one of this rank's stages."""
+    layout, groups, settings = own.layout, own.groups, own.settings
 
-        return StageLinks(
-            forward_in=link(stage - 1, "forward", "an activation from"),
-            backward_out=link(stage - 1, "backward", "a gradient to"),
-            forward_out=link(stage, "forward", "an activation to"),
-            backward_in=link(stage, "backward", "a gradient from"),
-        )
+    def link(lower: int, direction: str, what: str) -> Link | Local | None:
+        """Return the link between stage `lower` and the one above it; `stage` is one of the two."""
+        if not 0 <= lower < layout.num_stages - 1:
+            return None
+        peer = lower if lower < stage else lower + 1
+        if layout.places.rank_of(peer) == groups.position:
+            return Local(layout.places.chunk_of(peer))
+        rank = groups.pipeline_ranks[layout.places.rank_of(peer)]
+        dtype = settings.probe.boundary_dtypes[layout.blocks_of(lower)[-1]]
+        group, where = groups.links[lower, direction], f"{what} stage {peer} (rank {rank})"
+        return Wire(rank, group, where, dtype, settings.device, settings.timeout)
+
+    return StageLinks(
+        forward_in=link(stage - 1, "forward", "an activation from"),
+        backward_out=link(stage - 1, "backward", "a gradient to"),
+        forward_out=link(stage, "forward", "an activation to"),
+        backward_in=link(stage, "backward", "a gradient from"),
+    )

@@ -87,10 +87,11 @@ def step_actions(
 
     Micro-batches are numbered from the first micro-batch of this step, and its update is `U0`. Forwards run ahead: the
     actions may contain receives and forwards of micro-batches of later steps, and lack forwards that earlier steps
-    have run. Of the micro-batches of the steps before and after, `enough` suffice; fewer after mean that the window
-    ends there.
+    have run. Of the micro-batches of the steps before and after, as many as there are ranks suffice; fewer after mean
+    that the window ends there.
     """
-    look = enough(placement.pipeline_size)
+    # More before and after a step do not affect its actions.
+    look = placement.pipeline_size
     # Only the number of surrounding micro-batches matters, not their steps; merging them makes the cache hit more
     # often.
     before = (min(sum(sizes_before), look),) if sizes_before else ()
@@ -110,11 +111,6 @@ def _slice(
     return tuple(
         action._replace(micro_batch=0 if action.op is Op.UPDATE else action.micro_batch - first) for action in own
     )
-
-
-def enough(pipeline_size: int) -> int:
-    """Return how many micro-batches before and after a step can affect its actions."""
-    return pipeline_size
 
 
 def micro_batches_ahead(pipeline_size: int, rank: int) -> int:

@@ -16,7 +16,6 @@ PipeOptim, sections II and III, Tables I and II.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
@@ -61,10 +60,10 @@ def micro_batches_until_first_stage(stage: int) -> int:
     return stage // 2
 
 
-class WeightKind(ABC):
+class WeightKind:
     """Rule for the weight version of each pass: those above the current one are predicted, lower ones kept.
 
-    By default nothing is predicted or kept, and forwards use the current weights.
+    By default nothing is predicted or kept, and both passes use the current weights.
 
     Attributes:
         direction: direction of predicted updates, that of the run's `optimizer` or always that of `adam`.
@@ -109,9 +108,9 @@ class WeightKind(ABC):
     def forward_version(self, forward: ForwardPass) -> int:
         return forward.num_updates
 
-    @abstractmethod
     def backward_version(self, forward_version: int, num_updates: int) -> int:
         """Return the version that a backward uses once `num_updates` updates are done."""
+        return num_updates
 
     def kept_versions(self, num_updates: int, in_flight: Collection[int]) -> set[int]:
         """Return the versions below the current one that are still needed once `num_updates` updates are done.
@@ -121,7 +120,18 @@ class WeightKind(ABC):
         return set()
 
 
-class Predictor(WeightKind):
+class OneVersion(WeightKind):
+    """Both passes of a micro-batch use the same version; those in flight are kept."""
+
+    def backward_version(self, forward_version: int, num_updates: int) -> int:
+        return forward_version
+
+    def kept_versions(self, num_updates: int, in_flight: Collection[int]) -> set[int]:
+        # The current version is the weights themselves, of which no copy is needed.
+        return {version for version in in_flight if version < num_updates}
+
+
+class Predictor(OneVersion):
     """Shared by `spectrain` and `xpipe`: both passes use the stage's version at the time of stage 0's backward."""
 
     def predicts(self, stage: int, num_stages: int) -> bool:
@@ -132,15 +142,9 @@ class Predictor(WeightKind):
         ahead = forward.position + micro_batches_until_first_stage(forward.stage)
         return forward.step + ahead // forward.micro_batches_per_step
 
-    def backward_version(self, forward_version: int, num_updates: int) -> int:
-        return forward_version
-
 
 class Vanilla(WeightKind):
     """Current weights in both passes, so the backward of a micro-batch uses other weights than its forward."""
-
-    def backward_version(self, forward_version: int, num_updates: int) -> int:
-        return num_updates
 
 
 class PipeOptim(WeightKind):
@@ -153,26 +157,16 @@ class PipeOptim(WeightKind):
         # So many updates are done when its backward runs, which is what the prediction is for.
         return forward.step
 
-    def backward_version(self, forward_version: int, num_updates: int) -> int:
-        return num_updates
 
-
-class Stashing(WeightKind):
+class Stashing(OneVersion):
     """Current weights in the forward, the same version again in the backward; every version in flight is kept."""
 
     def copies(self, stage: int, num_stages: int, micro_batches_per_step: int) -> int:
         """Return one version for each step with micro-batches in flight: K - stage with one micro-batch per step."""
         return 1 + -(-steady_lag(stage, num_stages) // micro_batches_per_step)
 
-    def backward_version(self, forward_version: int, num_updates: int) -> int:
-        return forward_version
 
-    def kept_versions(self, num_updates: int, in_flight: Collection[int]) -> set[int]:
-        # The current version is the weights themselves, of which no copy is needed.
-        return {version for version in in_flight if version < num_updates}
-
-
-class DoubleBuffer(WeightKind):
+class DoubleBuffer(OneVersion):
     """Version t - 1 in both passes of all micro-batches of step t, on every stage: a uniform delay of one update.
 
     If a short step (the last of an epoch) brings a forward before that version exists, both passes of the micro-batch
@@ -198,12 +192,9 @@ class DoubleBuffer(WeightKind):
         # The first step of a window has no version before its own.
         return min(max(0, forward.step - 1), forward.num_updates)
 
-    def backward_version(self, forward_version: int, num_updates: int) -> int:
-        return forward_version
-
     def kept_versions(self, num_updates: int, in_flight: Collection[int]) -> set[int]:
         # The next forwards take the version before the current one, whether or not a micro-batch uses it already.
-        return {num_updates - 1} | {version for version in in_flight if version < num_updates}
+        return {num_updates - 1} | super().kept_versions(num_updates, in_flight)
 
 
 class SpecTrain(Predictor):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +38,37 @@ class StageExit(Exception):
 
 Override = tuple[nn.Module, Callable[..., Any] | None, Callable[..., Any] | None]
 """A module, its forward on a stage, and what is called there in place of that and its hooks; None for its own."""
+
+
+class Overrides:
+    """Attributes of modules that stand in for those of their classes, or for their own, until `restore`."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[dict[str, Any], str, Any]] = []
+
+    def put(self, module: nn.Module, name: str, value: Any) -> None:
+        own = vars(module)
+        self._before.append((own, name, own.get(name)))
+        own[name] = value
+
+    def restore(self) -> None:
+        while self._before:
+            own, name, before = self._before.pop()
+            # Deleted rather than set to what the class has, which would be the instance's from then on.
+            del own[name]
+            own.update({} if before is None else {name: before})
+
+
+@contextmanager
+def overriding_forwards(forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Call these in place of the modules' own forwards inside."""
+    overrides = Overrides()
+    try:
+        for module, forward in forwards:
+            overrides.put(module, "forward", forward)
+        yield
+    finally:
+        overrides.restore()
 
 
 @dataclass
@@ -78,17 +109,17 @@ class StageView:
         self.received: torch.Tensor | None = None
         self.is_running = False
         """True while `run` executes the model."""
-        self._overridden: list[tuple[nn.Module, Any]] = []
-        self._called: list[nn.Module] = []
+        self._overrides = Overrides()
         self._forwards: dict[range, list[Override]] = {}
         self._noted: list[torch.Tensor] | None = None
         self._around: list[nn.Module] | None = None
-        self.blocks = range(0)
+        self.blocks: range | None = None
+        """Blocks that the model is restricted to; None without a restriction."""
         self._without_media: list[RemovableHandle] = []
         """Handle of the hook that takes media from the inputs of later stages."""
         self.methods: dict[str, Callable[..., Any]] = {}
         """Methods that the transformers model has while it is installed, by the names of those that they replace."""
-        self._own_methods: dict[str, Any] = {}
+        self._installed_methods = Overrides()
         self._installed: tuple[range, ...] = ()
 
     @property
@@ -100,10 +131,8 @@ class StageView:
         self.remove()
         self.narrow(parts[0])
         self._installed = parts
-        own = vars(bare_model(self.model))
-        # From the instance alone: what the class has shows again when a replacement is deleted.
-        self._own_methods = {name: own.get(name) for name in self.methods}
-        own.update(self.methods)
+        for name, method in self.methods.items():
+            self._installed_methods.put(bare_model(self.model), name, method)
 
     def run(self, blocks: range, received: torch.Tensor | None, forward: Callable[[], Any]) -> Any:
         """Return the result of `forward`, see `running`."""
@@ -191,8 +220,7 @@ class StageView:
 
     def narrow(self, blocks: range) -> None:
         """Restrict the model to `blocks` until `widen`; an empty range passes the received activation through."""
-        # The empty range also stands for no restriction; what is overridden tells them apart.
-        if blocks == self.blocks and (blocks or self._overridden):
+        if blocks == self.blocks:
             return
         self._restore()
         self.blocks, media = blocks, self.structure.media
@@ -210,12 +238,9 @@ class StageView:
             self._forwards[blocks] = self._forwards_of(blocks)
         for module, forward, call in self._forwards[blocks]:
             if forward is not None:
-                # An instance may have a forward of its own, which comes back in `_restore`.
-                self._overridden.append((module, module.__dict__.get("forward")))
-                module.forward = forward
+                self._overrides.put(module, "forward", forward)
             if call is not None:
-                self._called.append(module)
-                module.__dict__["_call_impl"] = call
+                self._overrides.put(module, "_call_impl", call)
 
     def inputs_read(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the inputs that the model reads here: media on the first stage only, whoever calls its `forward`."""
@@ -233,26 +258,13 @@ class StageView:
         self._restore()
         self._forwards.clear()
         self._installed = ()
-        own = vars(bare_model(self.model))
-        for name, method in self._own_methods.items():
-            # Deleted rather than set to the class's method, which would be an attribute of the instance from then on.
-            del own[name]
-            own.update({} if method is None else {name: method})
-        self._own_methods.clear()
+        self._installed_methods.restore()
 
     def _restore(self) -> None:
-        for module, own in self._overridden:
-            del module.forward
-            if own is not None:
-                module.forward = own
-        for module in self._called:
-            del module.__dict__["_call_impl"]
+        self._overrides.restore()
         while self._without_media:
             self._without_media.pop().remove()
-        self._overridden.clear()
-        self._called.clear()
-        self.blocks = range(0)
-        self.received = None
+        self.blocks = self.received = None
 
     def _forwards_of(self, blocks: range) -> list[Override]:
         """Return the modules that need another forward on a stage, or another call."""

@@ -71,7 +71,7 @@ def run_slices(
         )
         for number, (own, (start, stop)) in enumerate(zip(slices, pairwise(bounds), strict=True))
     ]  # fmt: skip
-    program.begin(actions)
+    program.extend(actions)
     losses = []
     for part in parts:
         losses.append(float(program.forward(part, None)))
@@ -133,7 +133,6 @@ def why_no_head_slices(target: ProbeTarget, structure: Structure, slices: HeadSl
         )
         program = HeadProgram(HeadPlan(slices), together, layers, head, torch.float32, sends_gradient=False)
         try:
-            program.begin(())
             loss = program.forward(whole, None)
             program.backward_input(whole, None)
         except torch.OutOfMemoryError:

@@ -23,7 +23,7 @@ from hf_pipetransformer.planning.layouts import reachable_shapes
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.report.events import read_known_microbatches, read_unfit
 from hf_pipetransformer.report.origin import origin_of
-from hf_pipetransformer.runtime.optimizer_state import OptimizerState, keep_parameters
+from hf_pipetransformer.runtime.optimizer_state import OptimizerState
 from hf_pipetransformer.schedules.placement import Placement, pipeline_sizes
 from hf_pipetransformer.startup.planner import StartDecision
 from hf_pipetransformer.startup.slices import choose_head_slices
@@ -219,11 +219,6 @@ class TrainingSetup:
         """Build this stage's part of the optimizer, and the groups that its migrations need."""
         layout, stage, elastic = self.run.pipeline.layout, self.run.pipeline.stage, self.context.args.elastic
         optimizer = trainer_compat.torch_optimizer(self.context.trainer)
-        groups = {}
-        if layout.pipeline_size > 1:
-            # The first stage that uses a shared parameter updates it; the others receive the value.
-            now = {id(parameter): name for name, parameter in stage.view.model.named_parameters()}
-            groups = keep_parameters(optimizer, {**self.names, **now}, stage.trained_here())
         # With a cache, cuts can move even if layers are frozen only from the start, also in a resumed run that lost
         # its cache.
         adapts = elastic and (self.decision.freezes or cache is not None or layout.cache_level > 0)
@@ -237,9 +232,12 @@ class TrainingSetup:
             sizes = pipeline_sizes(longest, self.context.topology.local_world_size)
             for size, num_chunks in reachable_shapes(layout.schedule, wanted, sizes, most):
                 self.context.topology.groups(Placement(size, num_chunks, layout.placement))
-        state = OptimizerState(optimizer, stage.store.named(), self.context.topology, may_move, groups)
+        state = OptimizerState(optimizer, stage.store.named(), self.context.topology, may_move, self.names)
         state.frozen_by_script = tuple(name for name in state.group_of if not stage.store.trainable[name])
-        if not stage.store.trains_all:
+        if layout.pipeline_size > 1:
+            # The first stage that uses a shared parameter updates it; the others receive the value.
+            state.keep(stage.trained_here())
+        elif not stage.store.trains_all:
             state.hold(stage.trained_here(), {})  # Trainer made it for the parameters that may unfreeze, too.
         return state
 

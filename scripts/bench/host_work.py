@@ -84,7 +84,10 @@ class Nothing:
     def __init__(self) -> None:
         self.result = torch.zeros(1, LENGTH, WIDTH)
 
-    def begin(self, actions: ActionList) -> None:
+    def clear(self) -> None:
+        pass
+
+    def extend(self, actions: ActionList) -> None:
         pass
 
     def forward(self, _micro_batch: MicroBatch, _received: Any) -> torch.Tensor:

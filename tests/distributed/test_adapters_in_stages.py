@@ -119,9 +119,7 @@ class Holdings(TrainerCallback):
             "has_replicas": stage.groups.num_replicas > 1,
             "weights": sum(p.numel() for p in stage.store.held().values()),
             "planned": trained_elements(stage.layout, costs)[stage.groups.position],
-            "adapters": sum(
-                p.numel() for name, p in stage.store.held().items() if p.requires_grad and stage.owns_state_of(name)
-            ),
+            "adapters": sum(p.numel() for p in stage.trained_here().values()),
         }
 
 

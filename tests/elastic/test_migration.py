@@ -17,7 +17,7 @@ from hf_pipetransformer.comm import transfers as rounds
 from hf_pipetransformer.comm.transfers import in_rounds
 from hf_pipetransformer.elastic import migration
 from hf_pipetransformer.elastic.migration import Move, exchange, plan_moves
-from hf_pipetransformer.runtime.optimizer_state import OptimizerState, check_replicas, digests, keep_parameters
+from hf_pipetransformer.runtime.optimizer_state import OptimizerState, check_replicas, digests
 from hf_pipetransformer.schedules.layout import Layout
 from hf_pipetransformer.schedules.placement import PLACEMENTS
 from tests.support.one_process import together
@@ -385,7 +385,7 @@ def test_parameters_from_two_stages_stand_in_the_order_of_the_model(rank: int) -
         return [{**value, "group_of": group} for group in groups]
 
     topology: Any = SimpleNamespace(gather=gather)
-    holder = OptimizerState(optimizer, model, topology, True, groups[rank])
+    holder = OptimizerState(optimizer, model, topology, True, {})
     holder.hold(model, {})
     names = {id(parameter): name for name, parameter in model.items()}
     held = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
@@ -394,10 +394,10 @@ def test_parameters_from_two_stages_stand_in_the_order_of_the_model(rank: int) -
 
 def test_the_order_of_an_optimizer_that_was_made_for_the_whole_model_is_kept() -> None:
     first, second = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
-    optimizer, users = torch.optim.AdamW([first]), {"second": 0, "first": 0}
+    optimizer = torch.optim.AdamW([second, first])
     topology: Any = SimpleNamespace(gather=lambda value: [value, value])
-    OptimizerState(optimizer, {"first": first, "second": second}, topology, True, users).hold(
-        {"first": first, "second": second}, {}
+    OptimizerState(optimizer, {"first": first, "second": second}, topology, True, {}).keep(
+        {"first": first, "second": second}
     )
     assert [id(parameter) for parameter in optimizer.param_groups[0]["params"]] == [id(second), id(first)]
 
@@ -425,8 +425,10 @@ def test_a_users_optimizer_keeps_groups_and_state_of_what_a_stage_trains() -> No
     groups = [{"params": [named["a"], named["b"]], "lr": 0.1}, {"params": [named["c"]]}]
     optimizer = torch.optim.Adagrad(groups, lr=0.5)  # It has state from the start.
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    group_of = keep_parameters(optimizer, {id(p): name for name, p in named.items()}, {"b": named["b"]})
-    assert group_of == {"a": 0, "b": 0, "c": 1}
+    now = {**named, "a": torch.nn.Parameter(torch.empty(2, device="meta"))}
+    state = OptimizerState(optimizer, now, ALONE, False, {id(p): name for name, p in named.items()})
+    state.keep({"b": named["b"]})
+    assert state.group_of == {"a": 0, "b": 0, "c": 1}
     assert [group["params"] for group in optimizer.param_groups] == [[named["b"]], []]
     assert set(optimizer.state) == {named["b"]}
     named["b"].grad = torch.ones(2)

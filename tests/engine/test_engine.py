@@ -34,8 +34,11 @@ class Scaling:
         self.most_held = 0
         self.done: list[str] = []
 
-    def begin(self, actions: ActionList) -> None:
+    def clear(self) -> None:
         self.held.clear()
+
+    def extend(self, actions: ActionList) -> None:
+        pass
 
     def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
         self.done.append(f"F{micro_batch.index}")
@@ -46,10 +49,6 @@ class Scaling:
             self.most_held = max(self.most_held, len(self.held))
         output = entering * self.factor
         return output.sum() if self.is_last else output
-
-    def predict(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
-        assert not torch.is_grad_enabled()
-        return self.forward(micro_batch, received)
 
     def backward(self, micro_batch: MicroBatch, gradient: torch.Tensor | None) -> torch.Tensor | None:
         sent = self.backward_input(micro_batch, gradient)
@@ -128,9 +127,7 @@ def test_a_prediction_keeps_nothing_and_gives_results_in_order(kind: str) -> Non
     programs, micro_batches = make_programs(4), make_micro_batches(3)
     engines = make_engines(placement, lambda stage: programs[stage])
     table = FORWARD_ONLY[kind].table(2, 3, 2)
-    runs = [
-        engine.begin(actions, micro_batches, is_training=False) for engine, actions in zip(engines, table, strict=True)
-    ]
+    runs = [engine.begin(actions, micro_batches) for engine, actions in zip(engines, table, strict=True)]
     first, second = together([run.drain for run in runs])
     expected = [float(24 * batch.inputs["x"].sum()) for batch in micro_batches]
     assert [float(result) for result in first + second] == pytest.approx(expected)
@@ -143,12 +140,12 @@ def test_a_row_runs_in_parts() -> None:
     actions = find_schedule("gpipe").table(1, 3)[0]
     run = alone(program).begin(actions, micro_batches)
     assert program.done == []
-    run.advance(until=Action(F, 1))
+    run.advance(before=Action(F, 2))
     assert program.done == ["F0", "F1"]
     run.advance(before=Action(B, 1))
     assert program.done == ["F0", "F1", "F2", "B2"]
     with pytest.raises(ValueError, match="F1 is not among the 2 actions that are left"):
-        run.advance(until=Action(F, 1))
+        run.advance(before=Action(F, 1))
     assert [float(result) for result in run.drain()] == [float(2 * b.inputs["x"].sum()) for b in micro_batches]
     assert program.done[4:] == ["B1", "B0"]
     run.advance()
@@ -162,10 +159,10 @@ def test_a_run_outlives_a_batch() -> None:
     order = [(F, 0), (F, 1), (B, 0), (F, 2), (B, 1), (F, 3), (B, 2), (B, 3)]
     actions = tuple(Action(op, i) for op, i in order)
     run = alone(program).begin(actions, micro_batches)
-    run.advance(until=Action(B, 0))
+    run.advance(before=Action(F, 2))
     assert program.held.keys() == {1}
     micro_batches += make_micro_batches(2, first=2)
-    run.advance(until=Action(B, 2))
+    run.advance(before=Action(B, 3))
     assert program.held.keys() == {3}
     assert len(run.drain()) == 4
     assert program.gradient == pytest.approx(sum(float(b.inputs["x"].sum()) for b in micro_batches))
@@ -198,7 +195,8 @@ def test_what_was_sent_is_let_go_of_before_the_end(first_active: int) -> None:
     run = alone(make_programs(2, first_active)[0], StageLinks(forward_out=activations, backward_in=gradients)).begin(
         actions, make_micro_batches(6)
     )
-    run.advance(until=sends(actions)[-1])
+    left = actions[actions.index(sends(actions)[-1]) + 1 :]
+    run.advance(before=next(iter(left), None))
     assert activations.num_sent == 6
     assert activations.num_waited_for >= 4
     run.drain()

@@ -234,7 +234,7 @@ def _run_under_autocast(name: str, num: int, casts: bool, split: bool, is_frozen
             held[storage.data_ptr()] = torch.empty(0, dtype=torch.bfloat16).set_(storage)
         return saved.detach()
 
-    program.begin(())
+    program.clear()
     with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
         losses = [program.forward(each, None) for each in micro_batches]
     found = Counter(tuple(each.tolist()) for each in held.values())
@@ -452,7 +452,7 @@ def test_recomputation_draws_the_same_dropout(splits: bool, mode: str) -> None:
                 module.p = 0.3
         second = MicroBatch(1, batch_of("bert_sequence", 3), 0.25, (), first.forward)
         program = plain if recompute == "layers" else RecomputingProgram(plain, recompute, 0, CPU)
-        program.begin(actions)
+        program.extend(actions)
         torch.manual_seed(5)
         losses = [program.forward(micro_batch, None) for micro_batch in (first, second)]
         for micro_batch in (first, second):
@@ -497,7 +497,7 @@ def test_recomputation_of_compiled_layers_gives_the_same_gradients() -> None:
 def test_recomputation_keeps_no_activation() -> None:
     model, plain, micro_batch = one_stage("bert_sequence")
     program = RecomputingProgram(plain, "always", 0, CPU)
-    program.begin(rows_of("F0 F1 B0 B1"))
+    program.extend(rows_of("F0 F1 B0 B1"))
     saved: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(1) or t, lambda t: t):
         program.forward(micro_batch, None)
@@ -578,10 +578,11 @@ def test_what_a_script_puts_on_the_last_layer_of_a_stage_is_in_what_leaves_it(
     """Also if another stage of the model has run since."""
     _, program, micro_batch = one_stage("bert_sequence", range(3))
     view = program.view
-    before = program.predict(micro_batch, None)
+    micro_batch = replace(micro_batch, is_predicted=True)
+    before = program.forward(micro_batch, None)
     view.narrow(range(view.structure.num_blocks))
     edit(view.structure.layers[0])
-    torch.testing.assert_close(program.predict(micro_batch, None), before * 2)
+    torch.testing.assert_close(program.forward(micro_batch, None), before * 2)
 
 
 def test_a_frozen_stage_keeps_nothing() -> None:

@@ -249,7 +249,7 @@ def peak_of(num_layers: int, cuts: list[int], recompute: str) -> int:
         for index, (start, stop) in enumerate(pairwise(cuts))
     ]
     with _Peak() as peak:
-        program.begin(row)
+        program.extend(row)
         for action in row:
             micro_batch = slices[action.micro_batch]
             if action.op is Op.FORWARD:

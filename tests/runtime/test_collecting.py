@@ -94,7 +94,7 @@ def test_all_stages_get_the_buffers_of_their_first_user(monkeypatch: pytest.Monk
     def share(stage: Any) -> None:
         buffers = held[stage.groups.position]
         stage.view = SimpleNamespace(model=SimpleNamespace(named_buffers=buffers.items))
-        stage.buffer_owners = lambda: owners
+        stage.buffer_owners = owners
         share_buffers(stage)
 
     on_three_stages(share, monkeypatch)

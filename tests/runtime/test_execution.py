@@ -30,7 +30,10 @@ class Watching:
         self.alive, self.is_last = alive, is_last
         self.seen: list[set[int]] = []
 
-    def begin(self, row: Any) -> None:
+    def clear(self) -> None:
+        pass
+
+    def extend(self, row: Any) -> None:
         pass
 
     def _look(self) -> None:

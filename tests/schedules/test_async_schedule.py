@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from hf_pipetransformer.schedules.actions import ActionList, Op, ScheduleError
 from hf_pipetransformer.schedules.asynchronous import (
     ASYNC_1F1B,
-    enough,
     micro_batches_ahead,
     step_actions,
     window_table,
@@ -111,7 +110,7 @@ def test_the_rows_of_long_windows_are_those_of_their_short_contexts(pipeline_siz
 
 def test_enough_micro_batches_around_a_step_decide_about_its_row() -> None:
     placement = Placement(4)
-    around = enough(4)
+    around = placement.pipeline_size
     for rank in range(4):
         wanted = step_actions(placement, 0, rank, (1,) * around, 2, (1,) * around)
         assert wanted == step_actions(placement, 0, rank, (5, 1, 1, around), 2, (3 * around, 1))

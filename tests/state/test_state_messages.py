@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.runtime.context import CollectiveTimeouts
-from hf_pipetransformer.runtime.optimizer_state import OptimizerState, keep_parameters
+from hf_pipetransformer.runtime.optimizer_state import OptimizerState
 from hf_pipetransformer.schedules import json_values
 from hf_pipetransformer.state import checkpoint, plain_checkpoint, saving
 from hf_pipetransformer.state.checkpoint import STATE_FILE, STATE_FOLDER, read_optimizer, read_state
@@ -89,7 +89,7 @@ def test_an_optimizer_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None
 def test_an_optimizer_that_trains_what_is_not_the_models() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     with pytest.raises(ValueError, match="which no stage would own"):
-        keep_parameters(optimizer, {}, {})
+        OptimizerState(optimizer, {}, cast(Any, None), False, {}).keep({})
     parts = SimpleNamespace(
         optimizer_state=SimpleNamespace(optimizer=optimizer, options=list),
         _schedules=dict,

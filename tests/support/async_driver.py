@@ -16,6 +16,15 @@ def warm_up(step: int) -> float:
     return min(1.0, step / 4) * (1 - 0.03 * step)
 
 
+def bytes_held(weights: StageWeights) -> int:
+    """Bytes of all copies of the weights that were made in a window, and of the direction's own moments."""
+    versions = weights.versions
+    pools = versions.buffers, versions.predicted.buffers
+    copies = sum(pool.num_made * sum(value.nbytes for value in pool.values) for pool in pools)
+    own = getattr(versions.direction, "moments", {})
+    return copies + sum(moment.nbytes for moments in own.values() for moment in moments)
+
+
 class Driven:
     """A stage in one process, with an optimizer and a schedule, as Trainer has them on a rank."""
 
@@ -47,7 +56,7 @@ class Driven:
         )
 
     def note(self) -> None:
-        self.most_held = max(self.most_held, self.weights.bytes_held)
+        self.most_held = max(self.most_held, bytes_held(self.weights))
 
     def forward(self, micro_batch: int, step: int, received: torch.Tensor, dtype: torch.dtype) -> None:
         entered = received.detach()
@@ -102,7 +111,7 @@ def drive(driven: list[Driven], windows, dtype=torch.float32) -> None:
         for stage in driven:
             assert stage.weights.num_updates == len(sizes)
             stage.weights.end()
-            assert stage.weights.bytes_held == 0
+            assert bytes_held(stage.weights) == 0
         num_micro_batches_before += len(step_of)
 
 

@@ -37,23 +37,18 @@ class Buffers:
     """Pool of copies of the weights, because large allocations are slow."""
 
     def __init__(self, values: Tensors) -> None:
-        self._values = values
+        self.values = values
+        self.num_made = 0
+        """Number of copies ever made; those given back are not freed."""
         self._spare: list[Tensors] = []
-        self._num_made = 0
-        self._bytes = sum(value.numel() * value.element_size() for value in values)
-
-    @property
-    def bytes_held(self) -> int:
-        """Bytes of all copies ever made; copies given back are not freed."""
-        return self._num_made * self._bytes
 
     def copy(self) -> Tensors:
         if not self._spare:
-            self._spare.append([torch.empty_like(value) for value in self._values])
-            self._num_made += 1
+            self._spare.append([torch.empty_like(value) for value in self.values])
+            self.num_made += 1
         copy = self._spare.pop()
-        if self._values:
-            torch._foreach_copy_(copy, self._values)
+        if self.values:
+            torch._foreach_copy_(copy, self.values)
         return copy
 
     def give_back(self, copy: Tensors) -> None:
@@ -105,11 +100,6 @@ class Direction(ABC):
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-
-    @property
-    def bytes_held(self) -> int:
-        """Bytes of state of this object, excluding the optimizer's state and copies from `Buffers`."""
-        return 0
 
     def before_update(self) -> None:
         """Observe the gradients that the optimizer is about to use."""
@@ -220,12 +210,8 @@ class _OwnMoments(Direction):
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer)
-        self._moments: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.moments: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._num_gradients = Counter[int]()
-
-    @property
-    def bytes_held(self) -> int:
-        return sum(m.numel() * m.element_size() for moments in self._moments.values() for m in moments)
 
     def before_update(self) -> None:
         for index, (parameter, group) in enumerate((p, g) for g in self.optimizer.param_groups for p in g["params"]):
@@ -234,18 +220,18 @@ class _OwnMoments(Direction):
             # The own moments follow torch's, which take the negated gradient then.
             gradient = -parameter.grad if group.get("maximize") else parameter.grad
             zeros = torch.zeros_like
-            first, second = self._moments.setdefault(index, (zeros(gradient), zeros(gradient)))
+            first, second = self.moments.setdefault(index, (zeros(gradient), zeros(gradient)))
             first.lerp_(gradient, 1 - self.betas[0])
             second.mul_(self.betas[1]).addcmul_(gradient, gradient, value=1 - self.betas[1])
             self._num_gradients[index] += 1
 
     def is_known(self) -> bool:
-        return bool(self._moments)
+        return bool(self.moments)
 
     def _move(self, group: dict[str, Any], pairs: Sequence[Pair], rate: float) -> None:
-        known = [part for _, part in pairs if part.index in self._moments]
+        known = [part for _, part in pairs if part.index in self.moments]
         if known:
-            first, second = (_of(known, [self._moments[part.index][which] for part in known]) for which in (0, 1))
+            first, second = (_of(known, [self.moments[part.index][which] for part in known]) for which in (0, 1))
             moments = Moments(first, second, [float(self._num_gradients[part.index]) for part in known])
             adam_move([part.values for part in known], moments, self.betas, self.eps, rate)
 

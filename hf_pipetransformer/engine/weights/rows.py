@@ -94,13 +94,8 @@ class PredictedWeights:
         """Embedding modules by parameter index, for the parameters that may be moved by rows."""
         self._called: set[int] = set()
         self._rows = frozenset[int]()
-        self._buffers = Buffers(values)
+        self.buffers = Buffers(values)
         self._moved: list[tuple[tuple[torch.Tensor, torch.Tensor | None], torch.Tensor]] = []
-
-    @property
-    def bytes_held(self) -> int:
-        """Bytes of the copies of the weights that are moved whole."""
-        return self._buffers.bytes_held
 
     @property
     def others(self) -> Tensors:
@@ -123,7 +118,7 @@ class PredictedWeights:
         """Replace the weights inside by those predicted for the sum of coming learning rates of each group."""
         # Before the copy: new buffers are made if more embeddings are moved by rows now.
         parts = self._whole_parts()
-        current = self._buffers.copy()
+        current = self.buffers.copy()
         with ExitStack() as hooks:
             try:
                 direction.go(rates, parts)
@@ -139,12 +134,12 @@ class PredictedWeights:
                 # torch's multi-tensor operations take no empty lists.
                 if parts:
                     torch._foreach_copy_([part.values for part in parts], current)
-                self._buffers.give_back(current)
+                self.buffers.give_back(current)
 
     def _whole_parts(self) -> list[Part]:
         if self._rows != self._called:
             self._rows = frozenset(self._called)
-            self._buffers = Buffers([value for i, value in enumerate(self._values) if i not in self._rows])
+            self.buffers = Buffers([value for i, value in enumerate(self._values) if i not in self._rows])
         return [Part(i, value) for i, value in enumerate(self._values) if i not in self._rows]
 
     def _note(self, index: int, *_: Any) -> None:

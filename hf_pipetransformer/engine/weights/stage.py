@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -58,32 +59,27 @@ class StageWeights:
         self._has_said = False
         self._meter = ErrorMeter()
         # Empty ones, which `begin` closes and replaces.
-        self._versions = Versions([], (), self.casts)
+        self.versions = Versions([], (), self.casts)
         self.begin()
-
-    @property
-    def bytes_held(self) -> int:
-        """Bytes of copies of the weights and of the direction's own state."""
-        return self._versions.bytes_held
 
     def begin(self) -> None:
         """Start a window with nothing in flight."""
         self.num_updates = 0
         self.end()
         # After `end`, which has made the versions of this window.
-        self._meter.watch(self._versions.predicted.others)
+        self._meter.watch(self.versions.predicted.others)
 
     def end(self) -> None:
         """End a window that was drained or abandoned: keep only the current weights."""
         # After an update that failed midway, autograd's version counters must count again.
-        self._versions.updating.close()
+        self.versions.updating.close()
         self._in_flight: dict[int, _InFlight] = {}
         self._first_micro_batches: dict[int, int] = {}
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self._versions = Versions(parameters, self.modules, self.casts)
+        self.versions = Versions(parameters, self.modules, self.casts)
         if parameters and self.kind.predicts(self.stage, self.num_stages):
-            direction = make_direction(self.kind.direction, self.optimizer, self._versions.buffers, self._rates_now)
-            self._versions.direction = direction
+            direction = make_direction(self.kind.direction, self.optimizer, self.versions.buffers, self._rates_now)
+            self.versions.direction = direction
 
     def _rates_now(self) -> list[float]:
         return [group[0] for group in self.coming_rates(1)]
@@ -100,7 +96,7 @@ class StageWeights:
                 f"Micro-batch {micro_batch} belongs to step {step}, but {self.num_updates} updates of the window are "
                 "done: expected a later step. Count micro-batches and steps from the beginning of the window."
             )
-        parameters = self._versions.parameters
+        parameters = self.versions.parameters
         if not parameters:
             yield
             return
@@ -112,17 +108,17 @@ class StageWeights:
         s = step - self.num_updates
         # Without an update in between there is no error to measure.
         current = self._meter.sample() if s > 0 and self._meter.is_due() else None
-        casting = casting_again(parameters) if may_differ and self._versions.is_cast else nullcontext()
+        casting = casting_again(parameters) if may_differ and self.versions.is_cast else nullcontext()
         with self._showing(version), casting:
             sample = None if current is None else Sample(s, current, self._meter.sample())
             self._in_flight[micro_batch] = _InFlight(version, sample)
-            with self._versions.predicted.noting():
+            with self.versions.predicted.noting():
                 yield
 
     @contextmanager
     def backward(self, micro_batch: int, step: int) -> Iterator[None]:
         """Run the backward of `micro_batch` inside. Its gradient belongs to `step`."""
-        if not self._versions.parameters:
+        if not self.versions.parameters:
             yield
             return
         entry = self._in_flight.pop(micro_batch)
@@ -133,7 +129,7 @@ class StageWeights:
 
     def before_update(self) -> None:
         """Save the weights that later passes need, before `optimizer.step()`."""
-        versions = self._versions
+        versions = self.versions
         if not versions.parameters:
             return
         if versions.direction is not None:
@@ -145,14 +141,14 @@ class StageWeights:
 
     def after_update(self) -> None:
         """Count the update. Call after `optimizer.step()`."""
-        self._versions.updating.close()
+        self.versions.updating.close()
         self.num_updates += 1
-        if not self._versions.parameters:
+        if not self.versions.parameters:
             return
         if self.num_updates == 1:
-            self._versions.check_storage(self.optimizer)
+            self.versions.check_storage(self.optimizer)
         # The cache still has casts of the weights before the update.
-        if self._versions.is_cast:
+        if self.versions.is_cast:
             torch.clear_autocast_cache()
         # No micro-batch of a step comes after its update, see `forward`.
         for step in [step for step in self._first_micro_batches if step < self.num_updates]:
@@ -166,12 +162,12 @@ class StageWeights:
         """Show a version in the parameters: a kept one, a predicted one, or the current one."""
         ahead = version - self.num_updates
         if ahead < 0:
-            return self._versions.showing_kept(version, lambda: version in self._needed(self.num_updates))
+            return self.versions.showing_kept(version, lambda: version in self._needed(self.num_updates))
         rates = [sum(group) for group in self.coming_rates(ahead)] if ahead else []
-        direction = self._versions.direction if any(rates) else None
+        direction = self.versions.direction if any(rates) else None
         if direction is None or not self._is_known(direction):
             return nullcontext()
-        return self._versions.showing_predicted(direction, rates)
+        return self.versions.showing_predicted(direction, rates)
 
     def _is_known(self, direction: Direction) -> bool:
         known = direction.is_known()
@@ -200,11 +196,6 @@ class Versions:
         self._kept: dict[int, Tensors] = {}
         self.buffers = Buffers(self._values)
         self.predicted = PredictedWeights(self._values, parameters, modules)
-
-    @property
-    def bytes_held(self) -> int:
-        of_direction = 0 if self.direction is None else self.direction.bytes_held
-        return self.buffers.bytes_held + self.predicted.bytes_held + of_direction
 
     @property
     def is_cast(self) -> bool:
@@ -277,7 +268,7 @@ class VersionedProgram(ProgramWrapper):
         super().__init__(program)
         self.weights = weights
 
-    def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, micro_batch: MicroBatch, received: torch.Tensor | None) -> Any:
         with self.weights.forward(micro_batch.index, micro_batch.step):
             return self.program.forward(micro_batch, received)
 
