@@ -324,7 +324,7 @@ def _data_parallel(model: Any, planner: RunPlanner, machine: Machine) -> Iterato
     if world_size == 1 or has_scales:
         return
     alone = replace(layout, num_replicas=1)
-    inputs = _inputs(planner, alone, sums=False)
+    inputs = _inputs(on_one, alone, sums=False)
     step, blocks, casts = inputs.predict(alone), inputs.blocks, inputs.memory_rules.casts
     # With gradients of an earlier batch at any time, the fullest moment is that of most activations.
     (whole,) = replace(inputs, accumulation=max(2, accumulation)).memory(alone)
