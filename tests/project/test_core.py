@@ -18,7 +18,7 @@ SOURCES = Path(__file__).resolve().parents[2] / "hf_pipetransformer"
 
 BUDGETS = {
     "cache": 4193,
-    "cli": 664,
+    "cli": 668,
     "comm": 952,
     "compat": 385,
     "data": 1504,
