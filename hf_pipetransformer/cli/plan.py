@@ -123,6 +123,7 @@ def _plan_model(options: argparse.Namespace) -> _Told:
     from transformers import HfArgumentParser
 
     from hf_pipetransformer.options.arguments import PipeTransformerArguments
+    from hf_pipetransformer.planning.course import num_passes
     from hf_pipetransformer.startup.estimate import (
         batch_on_meta,
         build_on_meta,
@@ -157,7 +158,8 @@ def _plan_model(options: argparse.Namespace) -> _Told:
     images = images_on_meta(model, options.images, options.image_size) if options.images else {}
     if options.frozen_tower:
         freeze_tower(model)
-    planner = estimate(model, batch_on_meta(model, options.sequence_length), args, machine, images)
+    passes = num_passes(args, machine.num_devices, options.samples)
+    planner = estimate(model, batch_on_meta(model, options.sequence_length), args, machine, images, passes)
     plan = plan_run(model, planner, machine, _course(options, args, planner, machine))
     chart = chart_of(plan.timeline, f"{plan.model}, {plan.chosen.name}", "seconds")
     return in_words(plan), as_json(plan), chart, plan.chosen.fits
@@ -224,6 +226,8 @@ def _course(
     if planner.probe.structure.media is not None:
         images = f"{counted(options.images, 'image')} in each sample, with tokens among those of its sequence"
         assumed.append(images if options.images else "samples of text alone: --images says how many images they have")
+    if planner.read_share:
+        assumed.append("images that are the same in every epoch, of which all but the first reads what is stored")
     if args.use_liger_kernel:
         assumed.append("logits of whole sequences, as without Liger's kernels: only --plan_only runs these")
     if not length[0]:

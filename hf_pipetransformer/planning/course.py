@@ -67,6 +67,14 @@ def length_of_run(args: Any, num_devices: int, num_samples: int | None) -> tuple
     return (args.max_steps if args.max_steps > 0 else by_epochs), steps_per_epoch
 
 
+def num_passes(args: Any, num_devices: int, num_samples: int | None) -> float:
+    """Return how often a run comes to the same samples; 1 where only its steps are known."""
+    if args.max_steps <= 0:
+        return float(args.num_train_epochs)
+    num_steps, steps_per_epoch = length_of_run(args, num_devices, num_samples)
+    return num_steps / steps_per_epoch
+
+
 def spans_of(coming: Iterable[tuple[int, int]], num_frozen: int, num_steps: int) -> list[Span]:
     """Split a run into spans. `coming` has optimizer steps, in order, and the layers frozen from then on."""
     starts = [(0, num_frozen)]

@@ -32,7 +32,7 @@ from hf_pipetransformer.splitters.families import find_splitter
 from hf_pipetransformer.splitters.masters import cast_masters, master_names
 from hf_pipetransformer.splitters.quantized import plan_in_4_bits
 from hf_pipetransformer.splitters.structure import ActivationShape, Probe, trace_structure
-from hf_pipetransformer.startup.check import run_stages
+from hf_pipetransformer.startup.check import run_stages, share_of_media
 from hf_pipetransformer.startup.costs import BlockProfile, block_costs, count_blocks, kept_back
 from hf_pipetransformer.startup.model import (
     ProbeTarget,
@@ -297,11 +297,13 @@ def estimate(
     args: PipeTransformerArguments,
     machine: Machine,
     images: Mapping[str, torch.Tensor] | None = None,
+    num_passes: float = 1.0,
 ) -> RunPlanner:
     """Return the planner of a run of `model`, on meta tensors, from a `batch` of one sample and assumed rates.
 
     Args:
         images: of the sample, beside its tokens.
+        num_passes: how often the run comes to the same samples.
 
     Raises:
         ValueError: the images have more tokens than the sample.
@@ -322,6 +324,7 @@ def estimate(
             )
         with torch.no_grad():
             sent, per_stage = run_stages(target, structure, target.inputs)
+            media_share = share_of_media(target, structure)
         flops = twin.of_all_blocks(per_stage)
         stages = pairwise(twin.cut_positions(structure))
         per_block = [
@@ -337,8 +340,10 @@ def estimate(
     profile = BlockProfile(forward, forward, forward, saved, boundary, working, 1, table)
     recomputes = args.pipeline_checkpoint != "never"
     # A backward has about as many operations as the forward, and those of a forward that is recomputed besides.
-    launch = tuple((machine.launch * each, (1 + recomputes) * machine.launch * each) for each in launches)
-    blocks = replace(_with_backwards(block_costs(model, structure, profile), recomputes), launch=launch)
+    launch = [(machine.launch * each, (1 + recomputes) * machine.launch * each) for each in launches]
+    launch[0] = launch[0][0], (1 - media_share) * launch[0][1]
+    blocks = _with_backwards(block_costs(model, structure, profile), recomputes, media_share)
+    blocks = replace(blocks, launch=tuple(launch))
     per_step = args.train_samples_per_device * args.gradient_accumulation_steps
     overheads = Overheads(
         hop=boundary * samples_per_microbatch(args) / machine.bandwidth,
@@ -356,7 +361,7 @@ def estimate(
     dtypes = tuple(twin.of_all_blocks(per_block))
     # Cut anywhere until here: what is encoded enters no later layer without memory.
     structure = replace(structure, changed_before=max(structure.changed_before, num_layers))
-    probe = Probe(structure, tuple(flops), dtypes, activation, frozenset())
+    probe = Probe(structure, tuple(flops), dtypes, activation, frozenset(), media_share)
     frozen = num_frozen_by_user(model, structure)
     return RunPlanner(
         args,
@@ -372,14 +377,19 @@ def estimate(
         head_slices=args.head_slices or 1,
         why_whole_head=why_whole_by_options(args, LossScope.PARTS)
         or (None if is_causal_lm(model) else f"{type(bare_model(model)).__name__} is no causal language model"),
+        num_passes=num_passes,
     )
 
 
-def _with_backwards(blocks: BlockCosts, recomputes: bool) -> BlockCosts:
-    """Return the costs with backwards: a forward's time for the input, one for all weights, one to recompute."""
-    counts = zip(blocks.forward, blocks.trained, blocks.parameters, strict=True)
+def _with_backwards(blocks: BlockCosts, recomputes: bool, media_share: float) -> BlockCosts:
+    """Return the costs with backwards: a forward's time for the input, one for all weights, one to recompute.
+
+    Frozen encoders, which take `media_share` of the embeddings' forward, have none.
+    """
+    forward = (1 - media_share) * blocks.forward[0], *blocks.forward[1:]
+    counts = zip(forward, blocks.trained, blocks.parameters, strict=True)
     # A frozen weight needs no gradient, and so no product for it.
     weights = [seconds * trained / (number or 1) for seconds, trained, number in counts]
-    edge = tuple(weight + recomputes * seconds for weight, seconds in zip(weights, blocks.forward, strict=True))
-    whole = tuple(sum(both) for both in zip(edge, blocks.forward, strict=True))
+    edge = tuple(weight + recomputes * seconds for weight, seconds in zip(weights, forward, strict=True))
+    whole = tuple(sum(both) for both in zip(edge, forward, strict=True))
     return replace(blocks, backward=whole, edge_backward=edge)

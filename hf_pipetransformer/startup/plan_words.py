@@ -120,12 +120,13 @@ def _of_stage(blocks: range, num_blocks: int) -> str:
 def _course(plan: RunPlan) -> str:
     """Return the length of the run, what freezes when, and what is stored."""
     course, freezing = plan.course, plan.course.freezing
+    of_encoders = [f"Activation cache: {plan.encoders}."] if plan.encoders else []
     if not course.num_steps:
-        return ""
+        return "".join(of_encoders)
     steps = f"{course.num_steps:,} steps"
     if course.num_samples is not None:
         steps += f", {course.num_epochs:.3g} epochs of {course.num_samples:,} samples"
-    lines = [f"The run: {steps}; with nothing frozen {duration(plan.duration.full_seconds)}."]
+    lines = [f"The run: {steps}; with nothing frozen {duration(plan.duration.full_seconds)}.", *of_encoders]
     if freezing is None:
         return "\n".join([*lines, course.note])
     at_most = "" if freezing.is_certain else "at most "

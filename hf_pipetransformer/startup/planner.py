@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from hf_pipetransformer.schedules.layout import Layout, counted
 from hf_pipetransformer.schedules.placement import slice_bounds
 from hf_pipetransformer.schedules.tables import find_schedule
 from hf_pipetransformer.schedules.weight_kinds import weights_under
+from hf_pipetransformer.startup.model import has_dropout
 
 
 if TYPE_CHECKING:
@@ -89,7 +91,7 @@ class RunPlanner:
         replaced_by: name of the schedule that runs in place of the one asked for; None if that one runs.
         why_whole_head: reason why the head may not run in slices of the sequence; None if it may.
         head_slices: slices of the head, as asked for or chosen.
-        read_share: share of the embeddings' forward in frozen encoders whose outputs are read in most of the run.
+        num_passes: how often the run comes to the same samples.
     """
 
     args: PipeTransformerArguments
@@ -107,7 +109,33 @@ class RunPlanner:
     replaced_by: str | None = None
     why_whole_head: str | None = None
     head_slices: int = 1
-    read_share: float = 0.0
+    num_passes: float = 1.0
+
+    @cached_property
+    def read_share(self) -> float:
+        """Share of the embeddings' forward in frozen encoders of media, if what they give is read in most of the run.
+
+        Before the first steps `auto` is taken to store it: else it takes less time than reading, or seconds in all.
+        """
+        media, share, mode = self.probe.structure.media, self.probe.media_share, self.args.activation_cache
+        if media is None or self.num_passes <= 1 or mode == "off" or "activation_cache" in self.args.abilities.refuses:
+            return 0.0
+        if mode == "auto" and any(map(has_dropout, media.frozen.values())):
+            return 0.0
+        # Words that are looked up are no products, and to read is not free.
+        return min(0.99, share)
+
+    @cached_property
+    def blocks(self) -> BlockCosts:
+        """Costs of the blocks, of frozen encoders without the time in which these compute what is to be read.
+
+        Their memory stays: the first of several epochs computes.
+        """
+        blocks, computed = self.costs.blocks, 1 - self.read_share
+        seconds, launches = computed * blocks.forward[0], blocks.launch
+        if launches:
+            launches = (computed * launches[0][0], launches[0][1]), *launches[1:]
+        return replace(blocks, forward=(seconds, *blocks.forward[1:]), launch=launches)
 
     def trying(self, layout: Layout) -> dict[str, Any]:
         """Return the fields that an out-of-memory event under `layout` records for `read_unfit`."""
@@ -208,7 +236,7 @@ class RunPlanner:
         self, began_under: Layout | None = None, known_microbatches: dict[tuple[int, int], int] | None = None
     ) -> PlanInputs:
         """Return the inputs of the plans of a run, of those after its first layout if it is given."""
-        args, blocks, memory = self.args, self.costs.blocks, self.memory_rules
+        args, blocks, memory = self.args, self.blocks, self.memory_rules
         # The first layout has nothing to be compared with.
         largest, size = 0.0, 0
         if began_under is not None:
@@ -292,10 +320,7 @@ class RunPlanner:
         cache = self.args.activation_cache if may_cache else "off"
         if cache != "off" and costs.overheads.spans_nodes(layout.pipeline_size):
             cache = "off while pipelines span nodes"
-        stores = self.args.activation_cache != "off" and "activation_cache" not in layout.abilities.refuses
-        if self.probe.media_share and stores:
-            taken = "read" if self.read_share else "computed"
-            cache = f"{self.args.activation_cache}, for frozen encoders; stages are cut as if these were {taken}"
+        cache = self.encoders_in_words(layout) or cache
         freezing = f"Freezing: {policy}."
         if policy == "none" and layout.num_frozen_layers > self.num_frozen_by_user:
             freezing = f"Nothing more freezes, {layout.num_frozen_layers} of {layout.num_layers} layers stay frozen."
@@ -313,10 +338,19 @@ class RunPlanner:
             "predicted_step_s": prediction.seconds,
             "stage_seconds": list(prediction.rank_seconds),
             "measured_samples": costs.num_samples,
-            "block_costs": {key: list(value) for key, value in asdict(costs.blocks).items() if key != "slices"},
+            "block_costs": {key: list(value) for key, value in asdict(self.blocks).items() if key != "slices"},
             "slice_costs": None if costs.blocks.slices is None else asdict(costs.blocks.slices),
             "block_flops": list(self.probe.block_flops),
         }
+
+    def encoders_in_words(self, layout: Layout) -> str:
+        """Say how the plan counts what frozen encoders of media give; empty without any, or if nothing is stored."""
+        if not self.probe.media_share or self.args.activation_cache == "off":
+            return ""
+        if "activation_cache" in layout.abilities.refuses:
+            return ""
+        taken = "read" if self.read_share else "computed"
+        return f"{self.args.activation_cache}, for frozen encoders; stages are cut as if these were {taken}"
 
     def one_stage_in_words(self, layout: Layout) -> str:
         """Return a sentence on K=1 for a pipeline whose model would fit on one device; empty if it would not."""

@@ -137,6 +137,7 @@ class RunPlan:
         host: bytes of host memory of the fullest rank by phase.
         timeline: a batch of the chosen row.
         computing_seconds: those of its step if launching operations took no time.
+        encoders: how frozen encoders of images count, in words; empty without any, or if nothing is stored.
         remedy: what to change where nothing fits.
         head_slices: the line on `pipeline_head_slices="auto"`.
     """
@@ -157,6 +158,7 @@ class RunPlan:
     duration: Duration
     timeline: Timeline
     computing_seconds: float
+    encoders: str
     remedy: Remedy | None = None
     head_slices: str | None = None
 
@@ -199,7 +201,7 @@ def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: RunSched
         num_layers=planner.probe.structure.num_layers,
         machine=machine,
         course=course,
-        blocks=planner.costs.blocks,
+        blocks=planner.blocks,
         overheads=planner.costs.overheads,
         rows=(*_data_parallel(model, planner, machine), *of_run, *others),
         chosen=chosen,
@@ -209,6 +211,7 @@ def plan_run(model: Any, planner: RunPlanner, machine: Machine, course: RunSched
         duration=forecast.duration(course),
         timeline=inputs.predict(chosen.layout).timeline,
         computing_seconds=at_once.predict(chosen.layout).seconds,
+        encoders=planner.encoders_in_words(chosen.layout),
         remedy=None if any(row.fits for row in of_run) else _remedy(model, planner, machine, sizes),
         head_slices=head_slices,
     )
@@ -312,17 +315,18 @@ def communicators(layout: Layout, shared: Iterable[Sequence[int]]) -> list[int]:
 def _data_parallel(model: Any, planner: RunPlanner, machine: Machine) -> Iterator[Row]:
     """Yield Trainer's own data parallelism, and the same with shards where there is something to shard.
 
-    Trainer has one stage, and gradients in the precision of the weights.
+    Trainer has one stage, gradients in the precision of the weights, and computes what is frozen in every epoch.
     """
     world_size, accumulation = machine.num_devices, planner.args.gradient_accumulation_steps
-    on_one = _with_options(planner, pipeline_schedule="1f1b", pipeline_chunks=None, pipeline_head_slices=1)
+    options = {"pipeline_schedule": "1f1b", "pipeline_chunks": None, "pipeline_head_slices": 1}
+    on_one = _with_options(planner, activation_cache="off", **options)
     layout = on_one.plan(1, planner.num_frozen_by_user)
     yield make_row(on_one, layout, machine, "Trainer", "Trainer" if world_size == 1 else "Trainer, DDP")
     has_scales = any(num_bytes(weight) != weight.numel() * weight.element_size() for weight in model.parameters())
     if world_size == 1 or has_scales:
         return
     alone = replace(layout, num_replicas=1)
-    inputs = _inputs(planner, alone, sums=False)
+    inputs = _inputs(on_one, alone, sums=False)
     step, blocks, casts = inputs.predict(alone), inputs.blocks, inputs.memory_rules.casts
     # With gradients of an earlier batch at any time, the fullest moment is that of most activations.
     (whole,) = replace(inputs, accumulation=max(2, accumulation)).memory(alone)
@@ -409,7 +413,7 @@ def _caching(
     """Return what a store of the run's samples takes, and what a forecast needs to know of it; None without one."""
     storage, freezing, args, overheads = course.storage, course.freezing, planner.args, planner.costs.overheads
     most_frozen = 0 if freezing is None else max((span.num_frozen for span in freezing.spans), default=0)
-    if storage is None or course.num_samples is None or not most_frozen:
+    if storage is None or course.num_samples is None or not most_frozen or planner.probe.structure.media is not None:
         return None, None
     why = storage.why_off
     if args.activation_cache == "off":

@@ -136,7 +136,6 @@ def inspect_model(
         probe = replace(probe, placeholders=frozenset(topology.decide(lambda: sorted(probe.placeholders))))
         # Before the checks stop the gradients of large parameters, which the script may train.
         frozen, drops_from = num_frozen_by_user(model, probe.structure), dropout_from(model, probe.structure)
-        read_share = share_read(probe, args) if num_passes > 1 else 0.0
         with in_full_precision(model, twin, target.inputs):
             exact = replace(target, inputs=in_float32(target.inputs))
             _check_cut(exact, probe, args, inspection, is_training)
@@ -155,7 +154,7 @@ def inspect_model(
                 if why is not None:
                     raise ValueError(f"pipeline_schedule='token': {why}")
         # Outside of full precision, as costs are those of the run's own dtypes.
-        costs = _measure_costs(target, probe, args, inspection, read, read_share)
+        costs = _measure_costs(target, probe, args, inspection, read)
     if args.pipeline_size != 1 and topology.world_size > 1:
         # A model that is cut waits on the host, from where each rank takes its own stage.
         model.to("cpu")
@@ -176,7 +175,7 @@ def inspect_model(
         replaced_by=replacing_schedule(args, target.scope),
         why_whole_head=why_whole_head,
         head_slices=args.head_slices or 1,
-        read_share=read_share,
+        num_passes=num_passes,
     )
     return StartUp(
         probe=probe,
@@ -192,20 +191,6 @@ def inspect_model(
         # Other nodes may not have the file that rank 0 reads.
         plans=replace(plans, unfit=topology.decide(lambda: read_unfit(events, plans.conditions))),
     )
-
-
-def share_read(probe: Probe, args: PipeTransformerArguments) -> float:
-    """Return the share of the embeddings' forward that frozen encoders take, if what they give is to be read.
-
-    Before the first steps `auto` is taken to store it: else it takes less time than reading, or seconds in all.
-    """
-    media, mode = probe.structure.media, args.activation_cache
-    if media is None or mode == "off" or "activation_cache" in args.abilities.refuses:
-        return 0.0
-    if mode == "auto" and any(map(has_dropout, media.frozen.values())):
-        return 0.0
-    # Words that are looked up are no products, and to read is not free.
-    return min(0.99, probe.media_share)
 
 
 class Inspection:
@@ -389,7 +374,6 @@ def _measure_costs(
     args: PipeTransformerArguments,
     inspection: Inspection,
     read: ReadBatch | None,
-    read_share: float,
 ) -> MeasuredCosts:
     """Measure blocks and token slices on rank 0, and transfers between ranks. Collective: call on every rank."""
     topology, structure = inspection.topology, probe.structure
@@ -398,7 +382,6 @@ def _measure_costs(
         return asdict(measure_blocks(target, structure, samples_per_microbatch(args), topology.num_ranks_here, read))
 
     profile = BlockProfile(**inspection.on_first_rank(measure))
-    profile.forward[0] *= 1 - read_share
     # Of the size that the blocks were timed with: both stand for one micro-batch.
     times = topology.measure(int(profile.boundary_bytes * profile.num_samples))
     # Plans are for training, also where an evaluation asks.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -24,6 +23,7 @@ from hf_pipetransformer.engine.head import HeadSlices
 from hf_pipetransformer.engine.losses import LossRule, LossScope
 from hf_pipetransformer.engine.timing import StepMeter
 from hf_pipetransformer.options.refusals import check_communication_hook, check_dataset
+from hf_pipetransformer.planning.course import num_passes
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.runtime.generation import check_generation, generate_in_stages, settings_of
 from hf_pipetransformer.runtime.loss_call import OF_LAYERS
@@ -249,9 +249,7 @@ class PipelineBuilder:
         args, data = self.context.args, self.context.trainer.train_dataset
         if self.reads_at_random or not hasattr(data, "__len__"):
             return 1.0
-        samples_per_step = args.global_batch_size(args.train_batch_size) * args.gradient_accumulation_steps
-        steps_per_epoch = max(1, math.ceil(len(data) / samples_per_step))
-        return args.max_steps / steps_per_epoch if args.max_steps > 0 else args.num_train_epochs
+        return num_passes(args, self.context.topology.world_size, len(data))
 
     def _splitter(self, options: RunOptions) -> tuple[Splitter, Media | None]:
         """Return the splitter of the model, and the media that it takes beside tokens where stages are asked for.

@@ -114,19 +114,28 @@ def crops(count: int) -> datasets.Dataset:
     return datasets.concatenate_datasets(copies).with_transform(to_pixels)
 
 
-def vision_language() -> nn.Module:
-    """Shapes of SmolVLM-256M, narrowed: half of the tower at 256 pixels, eight layers of language."""
-    vision = {"hidden_size": 768, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 3072}
+def smolvlm(num_layers: int = 8, narrower: int = 1) -> SmolVLMForConditionalGeneration:
+    """Shapes of SmolVLM-256M: half of the tower at 256 pixels, some layers of language, `narrower` times as narrow."""
+    vision = {
+        "hidden_size": 768 // narrower, "num_hidden_layers": 6, "num_attention_heads": 12,
+        "intermediate_size": 3072 // narrower,
+    }  # fmt: skip
     text = {
-        "model_type": "llama", "hidden_size": 576, "num_hidden_layers": 8, "num_attention_heads": 9, "pad_token_id": 2,
-        "num_key_value_heads": 3, "intermediate_size": 1536, "vocab_size": 8192,
+        "model_type": "llama", "hidden_size": 576 // narrower, "num_hidden_layers": num_layers,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536 // narrower, "vocab_size": 8192,
+        "pad_token_id": 2,
     }  # fmt: skip
     config = SmolVLMConfig(
         vision_config={**vision, "image_size": 256, "patch_size": 16}, text_config=text, image_token_id=IMAGE_TOKEN,
         scale_factor=4, pad_token_id=2,
     )  # fmt: skip
+    return SmolVLMForConditionalGeneration(config)
+
+
+def vision_language() -> nn.Module:
+    """The same with LoRA on the language model."""
     targets = r".*text_model.*(q_proj|k_proj|v_proj|o_proj)"
-    return get_peft_model(SmolVLMForConditionalGeneration(config), LoraConfig(r=8, target_modules=targets))
+    return get_peft_model(smolvlm(), LoraConfig(r=8, target_modules=targets))
 
 
 def captions(count: int) -> Rows:

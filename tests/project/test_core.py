@@ -18,7 +18,7 @@ SOURCES = Path(__file__).resolve().parents[2] / "hf_pipetransformer"
 
 BUDGETS = {
     "cache": 3790,
-    "cli": 635,
+    "cli": 639,
     "comm": 935,
     "compat": 372,
     "data": 1488,
@@ -27,16 +27,16 @@ BUDGETS = {
     "freeze": 320,
     "options": 526,
     "pipe": 1056,
-    "planning": 1166,
+    "planning": 1171,
     "report": 1247,
     "runtime": 1724,
     "schedules": 752,
     "splitters": 1109,
-    "startup": 2188,
+    "startup": 2205,
     "state": 1296,
     "the package itself": 62,
     "trainer": 348,
-    "training": 3329,
+    "training": 3327,
 }
 """Statements that a room may have, docstrings left out. Who raises a number says why in the commit."""
 

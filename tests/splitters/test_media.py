@@ -101,7 +101,7 @@ def test_stages_are_cut_without_what_is_read_where_that_is_known(tmp_path: Path)
         assert ("stages are cut as if these were" in text) == (told is not None)
         assert told is None or f"as if these were {told}." in text
         # A layer has more work than words that are looked up.
-        embeddings, layer, *_ = planner.costs.blocks.forward
+        embeddings, layer, *_ = planner.blocks.forward
         assert told != "read" or embeddings < layer
 
 

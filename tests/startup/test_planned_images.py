@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlavaForConditionalGeneration
 
-from hf_pipetransformer import PipeTransformerArguments
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from hf_pipetransformer.cli import main
+from hf_pipetransformer.planning.course import num_passes
 from hf_pipetransformer.splitters.base import media_of
 from hf_pipetransformer.startup.estimate import batch_on_meta, build_on_meta, estimate, freeze_tower, images_on_meta
 from hf_pipetransformer.startup.planner import RunPlanner
 from hf_pipetransformer.startup.run_plan import Machine
 from tests.support.decoders import make_decoder
-from tests.support.media_models import MODELS, build
+from tests.support.media_models import IMAGE, MODELS, Rows, build
 
 
 LENGTH, SIDE = 128, 16
@@ -93,6 +96,105 @@ def test_the_command_says_what_was_assumed_and_adapters_leave_the_tower_frozen(
     assert trained["--frozen_tower"] == trained[""] - of_tower
     # Queries, keys, values, outputs: 32 x 32; gates, products up and down: 32 x 64.
     assert trained["--lora_rank2"] == 4 * 2 * (4 * (32 + 32) + 3 * (32 + 64))
+
+
+# ---- a frozen tower that the run stores ----
+
+TWO = [
+    *("--processes", "2", "--device_memory", "1", "--communicator_gb", "0"),
+    *("--sequence_length", "48", "--images", "2", "--frozen_tower"),
+]
+RUN = {"per_device_train_batch_size": 2, "pipeline_parallel_size": 2, "pipeline_parallel_num_microbatches": 2}
+
+
+def dropping() -> Any:
+    """Return a model whose stages are cut by counted operations, as its language model has dropout."""
+    config = build("llava").config
+    config.text_config.attention_dropout, config.vision_config.num_hidden_layers = 0.1, 4
+    config.architectures = ["LlavaForConditionalGeneration"]
+    return LlavaForConditionalGeneration(config)
+
+
+def of_48_tokens(num_rows: int) -> Rows:
+    tokens = torch.cat([torch.full((32,), IMAGE), torch.arange(4, 20)])
+    return [{"input_ids": tokens, "images": [*torch.randn(2, 3, 32, 32)]} for _ in range(num_rows)]
+
+
+def printed(folder: Path, capsys: pytest.CaptureFixture[str], *more: str) -> Any:
+    words = [str(word) for name, value in RUN.items() for word in (f"--{name}", value)]
+    capsys.readouterr()
+    main(["plan", str(folder), *TWO, *words, *more])
+    found = capsys.readouterr().out
+    return json.loads(found) if "--json" in more else found
+
+
+@pytest.mark.parametrize(
+    ("cache", "options", "told"),
+    [
+        ("auto", {"num_train_epochs": 2}, "read"),
+        ("on", {"max_steps": 3}, "read"),
+        ("auto", {"max_steps": 2}, "computed"),
+        ("off", {"num_train_epochs": 2}, None),
+    ],
+)
+def test_plan_and_start_count_a_frozen_tower_alike(
+    cache: str, options: dict[str, int], told: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, folder = dropping(), tmp_path / "config"
+    model.config.save_pretrained(folder)
+    freeze_tower(model)
+    args = PipeTransformerArguments(
+        str(tmp_path / "out"), use_cpu=True, report_to="none", per_device_train_batch_size=4, activation_cache=cache,
+        pipeline_parallel_num_microbatches=2, remove_unused_columns=False, **options,
+    )  # fmt: skip
+    trainer = PipeTransformerTrainer(model, args, train_dataset=of_48_tokens(8), data_collator=MODELS["llava"].collate)
+    trainer.train()
+    machine = Machine(2, 1e9, 2)
+    start = replace(trainer.pipeline_run.in_force.start_up.plans, topology=machine)  # type: ignore[attr-defined]
+
+    given = {name: str(value) for name, value in {**options, "activation_cache": cache}.items()}
+    words = [word for name, value in given.items() for word in (f"--{name}", value)]
+    plan = printed(folder, capsys, *words, "--samples", "8", "--json")
+    layout = start.plan(2, 0)
+    # The first stage has a layer more if its tower takes no time.
+    assert plan["chosen"]["layout"]["boundaries"] == [*layout.boundaries] == [0, 5 if told == "read" else 3, 10]
+    assert plan["encoders"] == start.encoders_in_words(layout)
+    text = printed(folder, capsys, *words, "--samples", "8")
+    assert ("Activation cache: " in text) == (told is not None)
+    assert told is None or f"stages are cut as if these were {told}." in text
+    assert ("the same in every epoch, of which all but the first reads" in text) == (told == "read")
+
+    meta = build_on_meta(str(folder), torch.float32)
+    freeze_tower(meta)
+    images = images_on_meta(meta, 2, None)
+    args = PipeTransformerArguments(
+        str(tmp_path), use_cpu=True, report_to="none", activation_cache=cache, **options, **RUN
+    )
+    planned = estimate(meta, batch_on_meta(meta, 48), args, machine, images, num_passes(args, 2, 8))
+    assert start.read_share == planned.read_share == (0.99 if told == "read" else 0)
+    # With one table of measured times in both.
+    of_start = replace(start, args=args, costs=planned.costs).inputs().predict(layout)
+    assert of_start == planned.inputs().predict(layout)
+    assert of_start.seconds == plan["chosen"]["step_seconds"]
+
+
+def test_only_what_stores_a_tower_is_planned_without_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dropping().config.save_pretrained(tmp_path)
+    seconds = {}
+    for cache in ("auto", "off"):
+        slow = ["--launch_us", "0", "--device_tflops", "1e-4"]
+        rows = printed(tmp_path, capsys, "--activation_cache", cache, *slow, "--json")["rows"]
+        seconds[cache] = {row["name"]: row["step_seconds"] for row in rows}
+    assert seconds["auto"].keys() == seconds["off"].keys()
+    stored = {name for name, value in seconds["auto"].items() if value < seconds["off"][name]}
+    assert {"K=1", "K=2 with 1f1b", "K=2 with gpipe"} < stored
+    computed = {name for name, value in seconds["auto"].items() if value == seconds["off"][name]}
+    assert computed == {"Trainer, DDP", "FSDP2/ZeRO-3", "K=2 with async_1f1b"}
+    # Python launches nothing of what is read, and nothing goes backward through what is frozen.
+    rows = {cache: printed(tmp_path, capsys, "--activation_cache", cache, "--json") for cache in ("auto", "off")}
+    (read, _), (computing, _) = (rows[cache]["blocks"]["launch"][0] for cache in ("auto", "off"))
+    assert read == pytest.approx(0.01 * computing)
+    assert all(each["blocks"]["backward"][0] == 0 for each in rows.values())
 
 
 @pytest.mark.parametrize(
