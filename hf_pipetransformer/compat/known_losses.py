@@ -54,9 +54,9 @@ _DIVIDED = {
 
 _NEXT_WORDS_BESIDE_MEDIA = {
     *("Idefics3ForConditionalGeneration", "InternVLForConditionalGeneration", "LlavaForConditionalGeneration"),
-    *("LlavaOnevisionForConditionalGeneration", "PaliGemmaForConditionalGeneration"),
+    *("LlavaOnevisionForConditionalGeneration", "Llama4ForConditionalGeneration", "PaliGemmaForConditionalGeneration"),
     *("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"),
-    "SmolVLMForConditionalGeneration",
+    *("Qwen3_5ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
 }
 """Classes that predict the next word after images and text, which `tests/distributed/test_media.py` compares."""
 

@@ -94,9 +94,10 @@ def adapted_tower(model: Any) -> tuple[str, str] | None:
     }
     for modality in ("image", "audio"):
         tower = inside.get_encoder(modality=modality)
-        trained = [parameter for parameter in tower.parameters() if parameter.requires_grad]
-        # Without such an encoder transformers gives the model itself.
-        if tower is inside or not trained or any(id(parameter) not in of_adapters for parameter in trained):
+        # Without such an encoder transformers gives the model itself, or None (Gemma 4).
+        parameters = [] if tower is inside or tower is None else tower.parameters()
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        if not trained or any(id(parameter) not in of_adapters for parameter in trained):
             continue
         name = next(name for name, module in inside.named_modules() if module is tower)
         targets = next(iter(model.peft_config.values())).target_modules

@@ -5,6 +5,7 @@ Functions of a `ProbeTarget` without communication. All compare in deterministic
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -177,10 +178,39 @@ def _cause_of_difference(target: ProbeTarget, structure: Structure, expected: Re
             f"The whole model gives {again.loss:.8g} for the same batch in its next call: something counts calls or "
             "draws random numbers of its own. Let the loss depend on the batch alone, or on trainer.state.global_step."
         )
+    of_whole = _given_beside_activation(structure, lambda: run_whole(target))
+    of_stages = _given_beside_activation(structure, lambda: _run_split(target, structure, target.inputs))
+    for (index, name), value in of_whole.items():
+        if not torch.equal(of_stages.get((index, name), value), value):
+            return (
+                f"Layer {index} reads {name} beside the activation, which the model makes of its embeddings or of an "
+                "encoder: the stages above the first have neither. Use transformers.Trainer."
+            )
     return (
         "This model cannot be pipelined as it is; pass `splitter=` with a Splitter that knows it, or use "
         "transformers.Trainer."
     )
+
+
+def _given_beside_activation(structure: Structure, run: Callable[[], Any]) -> dict[tuple[int, str], torch.Tensor]:
+    """Return the tensors beside the activation that `run` calls each layer with, by its number and their names."""
+    given: dict[tuple[int, str], torch.Tensor] = {}
+
+    def note(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Of the class: on a stage a layer may have another forward.
+        names = list(inspect.signature(type(layer).forward).parameters)[2:]
+        for name, value in {**dict(zip(names, args[1:], strict=False)), **kwargs}.items():
+            if isinstance(value, torch.Tensor) and name != "hidden_states":
+                given[index, name] = value
+
+    layers = enumerate(structure.layers)
+    hooks = [each.register_forward_pre_hook(partial(note, index), with_kwargs=True) for index, each in layers]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return given
 
 
 def _noise_like(value: torch.Tensor) -> torch.Tensor:

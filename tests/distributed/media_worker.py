@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -57,10 +57,10 @@ class MediaCase:
         return replace(self, num_microbatches=0, ours={})
 
 
-def grid() -> list[MediaCase]:
-    """Every family, with what is trained in turn."""
+def grid(models: Iterable[str] = MODELS, numbers: Sequence[int] = (1, 2)) -> list[MediaCase]:
+    """Families with what is trained in turn, in so many micro-batches each."""
     kinds = [("trained", False), ("frozen", False), ("frozen", True)]
-    return [MediaCase(model, tower, number, lora) for model in MODELS for tower, lora in kinds for number in (1, 2)]
+    return [MediaCase(model, tower, number, lora) for model in models for tower, lora in kinds for number in numbers]
 
 
 QUICK = [
@@ -71,6 +71,8 @@ QUICK = [
     MediaCase("qwen3_5", "trained", 2),
 ]
 PROCESSED = [MediaCase(model, "frozen", 2, processes=True) for model in PROCESSORS]
+ON_FOUR_STAGES = grid(("llava", "qwen3_vl", "qwen3_5", "gemma4"), (2, 4))
+"""A projector, features behind several layers, and layers of several kinds, of one form and of two."""
 WORKERS = MediaCase("llava", "trained", 2, options={"dataloader_num_workers": 1})
 OTHERS = [
     WORKERS,
@@ -82,7 +84,7 @@ OTHERS = [
     MediaCase("llava", "trained", 2, ours={"pipeline_checkpoint": "always"}),
     MediaCase("llava", "trained", 2, ours={"pipeline_loss": "batch"}),
 ]
-CASES = {case.name: case for case in [*QUICK, *PROCESSED, *grid(), *OTHERS]}
+CASES = {case.name: case for case in [*QUICK, *PROCESSED, *grid(), *ON_FOUR_STAGES, *OTHERS]}
 PLAIN = {case.plain.name: case.plain for case in CASES.values()}
 
 

@@ -14,6 +14,8 @@ from tests.distributed.launches import Outcome, Run, assert_trained_alike, launc
 from tests.distributed.media_worker import (
     CASES,
     DIES_AT,
+    ON_FOUR_STAGES,
+    OTHERS,
     PROCESSED,
     QUICK,
     STEPS,
@@ -35,10 +37,11 @@ launches = launches_of(run_all)
 
 def runs() -> list[Any]:
     quick = [slow_unless(True, Run(case.name, (2, 1), case.plain.name)) for case in QUICK]
-    rest = [(case, (2, 1)) for case in CASES.values() if case not in QUICK]
+    rest = [(case, (2, 1)) for case in [*PROCESSED, *grid(), *OTHERS] if case not in QUICK]
     # One stage and one micro-batch ask for nothing that Trainer does not do.
     rest += [(case, (1, 2)) for case in grid() if case.num_microbatches > 1]
     rest += [(case, (2, 2)) for case in grid()]
+    rest += [(case, (4, 1)) for case in ON_FOUR_STAGES]
     rest += [(case, (1, 2)) for case in PROCESSED]
     return [*quick, *(slow_unless(False, Run(case.name, layout, case.plain.name)) for case, layout in rest)]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from transformers import BertConfig, BertModel, CLIPConfig, CLIPModel, Trainer, TrainerCallback
 
 from hf_pipetransformer import PipeTransformerTrainer
@@ -20,6 +20,7 @@ from hf_pipetransformer.data.batches import SampleBatch
 from hf_pipetransformer.report.events import EVENTS_FILE
 from hf_pipetransformer.runtime.generation import check_generation, settings_of
 from hf_pipetransformer.runtime.ownership import ParameterStore
+from hf_pipetransformer.splitters.adapters import adapted_tower
 from hf_pipetransformer.splitters.base import GenericSplitter, MediaSplitter, UnsupportedModelError, media_of
 from hf_pipetransformer.splitters.structure import Probe
 from hf_pipetransformer.splitters.view import StageView
@@ -30,7 +31,7 @@ from hf_pipetransformer.startup.twin import WHOLE
 from tests.distributed import media_worker
 from tests.distributed.media_worker import STEPS, MediaCase, make_trainer
 from tests.distributed.scenarios import Lines
-from tests.support.media_models import MODELS, build, make_rows, qwen3_vl
+from tests.support.media_models import MODELS, build, gemma4, make_rows, qwen3_vl
 from tests.support.models import probed_with
 
 
@@ -139,6 +140,12 @@ def test_what_enters_behind_the_last_layer_is_missed_by_the_head_alone() -> None
     assert probe("qwen3_vl", qwen3_vl(num_layers=2)).structure.cut_positions() == [0, 5, 6]
     with pytest.raises(UnsupportedModelError, match="when it is split into pipeline stages"):
         probe("qwen3_vl", qwen3_vl(num_layers=2), labels=batch_of("qwen3_vl")["input_ids"])
+
+
+def test_layers_that_are_given_more_than_the_activation_are_named() -> None:
+    """The smaller ones of Gemma 4 make of the embeddings what each of their layers adds."""
+    with pytest.raises(UnsupportedModelError, match="Layer 0 reads per_layer_input beside the activation"):
+        probe("gemma4", gemma4(width_by_layer=8))
 
 
 def test_models_of_text_alone_and_pairs_of_towers_have_no_media() -> None:
@@ -268,6 +275,14 @@ def test_a_tower_with_adapters_is_computed_on_its_stage(tmp_path: Path, monkeypa
     told = [line for line in lines.lines if "is computed in every epoch, because adapters train it" in line]
     assert [line.partition(" ")[0] for line in told] == ["model.vision_tower"]
     assert not any(line.startswith("model.vision_tower (") for line in lines.lines)
+
+
+def test_adapters_of_a_model_that_could_hear_and_has_no_encoder_of_sound() -> None:
+    """Gemma 4 names an encoder of sound in any case."""
+    tower = r"model\.vision_tower.*q_proj\.linear"
+    for targets, expected in ((r".*language_model.*q_proj", None), (tower, "model.vision_tower")):
+        found = adapted_tower(get_peft_model(build("gemma4"), LoraConfig(r=2, target_modules=targets)))
+        assert (found and found[0]) == expected
 
 
 def test_what_stands_in_for_a_tower_leaves_no_trace_after_an_error_in_another_chunk() -> None:

@@ -154,7 +154,9 @@ def build(subject: Subject, as_released: bool = False, seed: int = 0) -> PreTrai
 
 _AS_INITIALISED = ("mobilebert", "qwen3_5_moe")
 """Types that larger weights make a poor measure: MobileBERT has no normalisation, so that Trainer alone gives other
-numbers in float32 than in float64; in Qwen3.5 with experts 1e-7 of the weights changes 5e-5 of the gradient norm."""
+numbers in float32 than in float64. In Qwen3.5 with experts 1e-7 of the larger weights changes 1e-4 of Trainer's
+gradient norm, and 2e-2 where a token gets another expert. That is rounding: four micro-batches give a norm that is off
+by 3e-5 in float32, and by 4e-14 if all that the model computes in float32 is computed in float64, like its weights."""
 
 
 def rows(subject: Subject, model: PreTrainedModel, num_samples: int) -> list[dict[str, Any]]:
