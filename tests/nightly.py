@@ -154,10 +154,17 @@ CASES = tuple(
         # [workers] stays; of compiled models tests/engine/test_program.py.
         r"training/test_unread_samples\.py::test_from_the_third_epoch\S*\[persistent",
         r"training/test_computed_once\.py::test_numbers_are_trainers\S*\[probe {'torch_compile",
+        # [whisper] stays of each setting, and of the families in test_any_trainer_reads one with images.
+        r"training/test_computed_once\.py::test_numbers_are_trainers\S*\[llava {'(gradient_checkpointing|bf16)",
+        r"training/test_computed_once_callback\.py::test_any_trainer_reads\S*\[(paligemma|qwen2-vl)",
+        # A rank that disagrees in its arguments stays.
+        r"distributed/test_transition_faults\.py::test_ranks_that_read_different_plans",
         # An exception in a collator, and a rank that is killed in the middle of a step, stay.
         r"distributed/test_faults\.py::test_(an_exception_in_compute_loss|a_rank_killed_before_the_loss)",
         # A family of each way in which images enter stays, and all of them where stages are put together.
         r"splitters/test_media\.py::test_the_work_of_frozen\S*\[(?!llava\]|qwen3_5|gemma3|smolvlm)",
+        # Zero bubbles on 2x1 stay; 4 stages start in test_transitions.py.
+        r"distributed/test_equality\.py::.*\[4x1-bert_masked-zb_v",
         # [ends] stays; [stored, resumed], [not stored, stream] and [stored, hooks inside] stay.
         r"comm/test_topology\.py::test_a_script_that_does_not_leave\S*\[fails",
         r"conformance/test_calls\.py::test_one_process\S*\[(nothing frozen, resumed|stored, stream"
