@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -56,20 +57,23 @@ class Mutation:
 
 def mutations_of(path: str, source: str) -> Iterator[Mutation]:
     """Yield every change of one operator, condition or index of a module."""
-    starts = [0]
-    for line in source.splitlines(keepends=True):
-        starts.append(starts[-1] + len(line))
+    lines = source.splitlines(keepends=True)
+    starts = list(accumulate(map(len, lines), initial=0))
+
+    def place(line: int, column: int) -> int:
+        # Columns count bytes.
+        return starts[line - 1] + len(lines[line - 1].encode()[:column].decode())
+
     tree = ast.parse(source)
     hints = {id(inner) for node in ast.walk(tree) for hint in _hints(node) for inner in ast.walk(hint)}
     for node in ast.walk(tree):
         if id(node) in hints or not isinstance(node, ast.expr):
             continue
         for old, new in _changes(node):
-            # Columns count bytes.
-            segment = ast.get_source_segment(source, node)
-            line = source.splitlines()[node.lineno - 1].encode()
-            start = starts[node.lineno - 1] + len(line[: node.col_offset].decode())
-            if segment is None or segment.count(old) != 1 or "\n" in segment:
+            assert node.end_lineno is not None and node.end_col_offset is not None
+            start = place(node.lineno, node.col_offset)
+            segment = source[start : place(node.end_lineno, node.end_col_offset)]
+            if segment.count(old) != 1 or "\n" in segment:
                 continue
             begin = start + segment.index(old)
             yield Mutation(path, node.lineno, begin, begin + len(old), old, new)

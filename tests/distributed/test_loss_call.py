@@ -21,42 +21,46 @@ LAYOUTS = {"two stages": STAGES, "two replicas": REPLICAS}
 EQUAL = ("mixed", "counting", "of_a_part")
 
 
+SHORT = 2 * loss_calls.BATCH + 1
+"""Rows of epochs of three batches, whose last one has a single sample."""
+
+
 @scenario
-def train_each(folder: Path, layout: str) -> dict[str, Any]:
+def train_each(folder: Path) -> dict[str, Any]:
     found = {}
-    for name in EQUAL:
-        trainer = made(getattr(loss_calls, name), folder / name, 2, **LAYOUTS[layout])
-        found[name] = {"log": logged(trainer), "calls": trainer.calls}
-    return found
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_loss_draws_and_counts_as_on_one_process(layout: str, tmp_path: Path) -> None:
-    """Each rank calls it once a batch; what it draws mixes rows of other replicas."""
-    ranks = run(train_each, tmp_path, 2, {"layout": layout}, strict_nccl=True)
-    for name in EQUAL:
-        plain = made(getattr(loss_calls, name), tmp_path / "plain" / name)
-        expected = logged(plain)
-        for found in ranks:
-            assert found[name]["log"] == pytest.approx(expected, rel=1e-5), name
-            assert found[name]["calls"] == plain.calls == 4
-
-
-@scenario
-def train_short(folder: Path) -> list[float]:
-    """Epochs of three batches, whose last one has a single sample."""
-    trainer = made(loss_calls.mixed, folder, 2, 2 * loss_calls.BATCH + 1, **REPLICAS)
+    for layout, options in LAYOUTS.items():
+        for name in EQUAL:
+            trainer = made(getattr(loss_calls, name), folder / layout / name, 2, **options)
+            found[f"{layout}, {name}"] = {"log": logged(trainer), "calls": trainer.calls}
+    trainer = made(loss_calls.mixed, folder / "short", 2, SHORT, **REPLICAS)
     trainer.args.max_steps = 7
-    return logged(trainer)
+    return {**found, "short": logged(trainer)}
 
 
-def test_a_replica_without_samples_draws_on_with_the_others(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks logged."""
+    return run(train_each, tmp_path_factory.mktemp("trained"), 2, strict_nccl=True, timeout=200)
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_a_loss_draws_and_counts_as_on_one_process(name: str, trained: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Each rank calls it once a batch; what it draws mixes rows of other replicas."""
+    plain = made(getattr(loss_calls, name), tmp_path)
+    expected = logged(plain)
+    for layout in LAYOUTS:
+        for found in trained:
+            assert found[f"{layout}, {name}"]["log"] == pytest.approx(expected, rel=1e-5), layout
+            assert found[f"{layout}, {name}"]["calls"] == plain.calls == 4
+
+
+def test_a_replica_without_samples_draws_on_with_the_others(trained: list[dict[str, Any]], tmp_path: Path) -> None:
     """Else it would draw another order of the next epoch."""
-    plain = made(loss_calls.mixed, tmp_path / "plain", num_rows=2 * loss_calls.BATCH + 1)
+    plain = made(loss_calls.mixed, tmp_path, num_rows=SHORT)
     plain.args.max_steps = 7
     expected = logged(plain)
-    for found in run(train_short, tmp_path, 2, strict_nccl=True):
-        assert found == pytest.approx(expected, rel=1e-5)
+    for found in trained:
+        assert found["short"] == pytest.approx(expected, rel=1e-5)
 
 
 @scenario
