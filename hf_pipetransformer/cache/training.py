@@ -232,7 +232,7 @@ class TrainingCache:
 
     def _output_after(self, level: int, batch: Mapping[str, Any], seed: int = 0) -> torch.Tensor:
         """Return what the embeddings and `level` layers give for a batch. Collective: every rank of a pipeline."""
-        forward = self.run.loss_of(self.pipeline.shell, batch)
+        forward = self.run.forward_of(self.pipeline.shell, batch)
         return self.pipeline.stage.output_below(first_above(level), forward, seed)
 
     def current(self, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hf_pipetransformer.comm.topology import PipelineGroups, Topology
     from hf_pipetransformer.options.arguments import PipeTransformerArguments
     from hf_pipetransformer.report.events import EventLog
+    from hf_pipetransformer.runtime.pipeline import PipelineShell
 
 
 # Not of a trainer, which may be pickled.
@@ -71,8 +72,8 @@ class RunView(Protocol):
     def log(self, logs: dict[str, float]) -> None:
         """Add an entry to Trainer's log."""
 
-    def loss_of(self, model: Any, batch: Mapping[str, Any]) -> Callable[[], Any]:
-        """Return a function that computes the user's loss of `model` for a batch, which is prepared now."""
+    def forward_of(self, shell: PipelineShell, batch: Mapping[str, Any]) -> Callable[[], Any]:
+        """Return a function that runs the model itself on a batch, which is prepared now, without the script's loss."""
 
     def hides_batches_of(self, dataset: Any) -> bool:
         """Return True for an evaluation set of the trainer's own if no code of the user's gets its batches."""

@@ -5,6 +5,7 @@ PEFT is imported only if a model has adapters.
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import warnings
@@ -48,6 +49,13 @@ def bare_model(model: Any) -> Any:
     unwrap = getattr(model, "get_base_model", None)
     # Adapters added with `add_adapter` are inside the transformers model, which nothing wraps.
     return model if unwrap is None else unwrap()
+
+
+def entries_taken(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a batch that a model's forward takes; a loss may read others."""
+    taken = inspect.signature(bare_model(model).forward).parameters
+    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
+    return {name: value for name, value in inputs.items() if name in taken or takes_all}
 
 
 def why_unsplittable(model: Any) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -30,7 +29,7 @@ from hf_pipetransformer.runtime.loss_call import OF_LAYERS
 from hf_pipetransformer.runtime.pipeline import Pipeline, PipelineShell
 from hf_pipetransformer.runtime.stage import StageSettings
 from hf_pipetransformer.runtime.wiring import start_stage
-from hf_pipetransformer.splitters.adapters import bare_model
+from hf_pipetransformer.splitters.adapters import bare_model, entries_taken
 from hf_pipetransformer.splitters.base import (
     Media,
     MediaSplitter,
@@ -420,10 +419,7 @@ def _outputs(
     trainer: Trainer, shell: PipelineShell, left_out: Sequence[str], inputs: dict[str, Any], _num_items: int
 ) -> torch.Tensor:
     """Return a scalar of what the model gives for a batch, in place of a loss of the script's."""
-    taken = inspect.signature(bare_model(trainer.model).forward).parameters
-    # A loss may read entries that the model does not take.
-    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
-    given = {name: value for name, value in _copied(inputs).items() if name in taken or takes_all}
+    given = entries_taken(trainer.model, _copied(inputs))
     found = _numbers_of(shell(**{name: value for name, value in given.items() if name not in left_out}))
     # Any scalar that the outputs enter does: it only has to show whether the split model gives the same ones.
     return sum((each.float().square().mean() for each in found), torch.zeros(()))

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerControl, TrainerState
@@ -17,14 +16,14 @@ from hf_pipetransformer.options.arguments import PipeTransformerArguments
 from hf_pipetransformer.options.refusals import comparable
 from hf_pipetransformer.report.events import EventLog
 from hf_pipetransformer.runtime.context import CollectiveTimeouts, Context, Journal, Seeds
-from hf_pipetransformer.splitters.adapters import bare_model
+from hf_pipetransformer.splitters.adapters import bare_model, entries_taken
 from hf_pipetransformer.splitters.base import maximal_frozen
 from hf_pipetransformer.state.checkpoint import newest_by_sizes
 from hf_pipetransformer.training.gains import LossGains
 
 
 if TYPE_CHECKING:
-    from hf_pipetransformer.runtime.pipeline import Pipeline
+    from hf_pipetransformer.runtime.pipeline import Pipeline, PipelineShell
 
 
 @dataclass(frozen=True)
@@ -72,18 +71,10 @@ class TrainerView:
     def log(self, logs: dict[str, float]) -> None:
         self.trainer.log(logs)
 
-    def loss_of(self, model: Any, batch: Mapping[str, Any]) -> Callable[[], Any]:
-        trainer = self.trainer
-        given = trainer_compat.preparation(trainer)(dict(batch))
-        passes = "labels" in batch and trainer_compat.takes_num_items(trainer)
-        items = torch.tensor(trainer_compat.items_of(trainer, batch), device=trainer.args.device) if passes else None
-
-        def compute() -> Any:
-            with trainer.compute_loss_context_manager():
-                # A copy, since a loss may take entries out of what it is given, and this one is called several times.
-                return trainer.compute_loss(model, dict(given), num_items_in_batch=items)
-
-        return compute
+    def forward_of(self, shell: PipelineShell, batch: Mapping[str, Any]) -> Callable[[], Any]:
+        given = entries_taken(shell.module, trainer_compat.preparation(self.trainer)(dict(batch)))
+        # Past hooks on the model itself, as nobody but its layers is asked.
+        return lambda: shell.called(shell.module.forward, given)
 
     def hides_batches_of(self, dataset: Any) -> bool:
         trainer, own = self.trainer, self.trainer.eval_dataset

@@ -29,14 +29,14 @@ BUDGETS = {
     "pipe": 1056,
     "planning": 1171,
     "report": 1247,
-    "runtime": 1724,
+    "runtime": 1725,
     "schedules": 752,
-    "splitters": 1110,
+    "splitters": 1115,
     "startup": 2225,
     "state": 1296,
     "the package itself": 62,
     "trainer": 348,
-    "training": 3327,
+    "training": 3317,
 }
 """Statements that a room may have, docstrings left out. Who raises a number says why in the commit."""
 
