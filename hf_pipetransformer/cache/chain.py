@@ -183,7 +183,7 @@ OTHER_BATCH_TOLERANCE = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 3e-2}
 def differs(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
     """Return True if two activations differ by more than rounding; nan in the same places is no difference."""
     # Rotary embeddings of some models are complex.
-    found, expected = (torch.view_as_real(each) if each.is_complex() else each for each in (found, expected))
+    found, expected = (torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in (found, expected))
     if found.shape != expected.shape or not torch.equal(found.isfinite(), expected.isfinite()):
         return True
     # In float64, because the norm of many float16 values exceeds the range of float16.

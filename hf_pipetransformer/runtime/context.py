@@ -73,7 +73,7 @@ class RunView(Protocol):
         """Add an entry to Trainer's log."""
 
     def forward_of(self, shell: PipelineShell, batch: Mapping[str, Any]) -> Callable[[], Any]:
-        """Return a function that runs the model itself on a batch, which is prepared now, without the script's loss."""
+        """Return a function that runs the model itself on a batch, which is prepared now, not the script's loss."""
 
     def hides_batches_of(self, dataset: Any) -> bool:
         """Return True for an evaluation set of the trainer's own if no code of the user's gets its batches."""

@@ -54,7 +54,7 @@ def bare_model(model: Any) -> Any:
 def entries_taken(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a batch that a model's forward takes; a loss may read others."""
     taken = inspect.signature(bare_model(model).forward).parameters
-    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
+    takes_all = any(taken[name].kind is inspect.Parameter.VAR_KEYWORD for name in taken)
     return {name: value for name, value in inputs.items() if name in taken or takes_all}
 
 

@@ -82,7 +82,7 @@ class TrainerView:
         # Records are of a batch as it was read, which code of the user's may change before the model gets it.
         is_plain = trainer_compat.has_plain_loss(trainer)
         is_plain &= not trainer_compat.is_overridden(trainer, "prediction_step")
-        return is_plain and any(each is dataset for each in sets)
+        return is_plain and any(known is dataset for known in sets)
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,8 @@ class PartsOfStage(PartsOfTrainer):
         media = self.pipeline.start_up.probe.structure.media
         if media is None:
             return {}
-        path = next(name for name, each in bare_model(self.model).named_modules() if each is media.module)
-        return {f"{path}.{name}".removeprefix("."): each for name, each in media.frozen.items()}
+        path = next(name for name, found in bare_model(self.model).named_modules() if found is media.module)
+        return {f"{path}.{name}".removeprefix("."): module for name, module in media.frozen.items()}
 
     @property
     def is_whole(self) -> bool:
