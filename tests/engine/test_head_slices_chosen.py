@@ -39,7 +39,7 @@ def planner_of(
         forward=(1.0,) * 10, backward=(1.0,) * 10, edge_backward=(1.0,) * 10, parameters=(0,) * 10,
         activation_bytes=(0.0,) * 9 + (WHOLE,), boundary_bytes=(REST,) * 10,
     )  # fmt: skip
-    probe: Any = SimpleNamespace(structure=structure, block_flops=())
+    probe: Any = SimpleNamespace(structure=structure, block_flops=(), media_share=0.0)
     costs = MeasuredCosts(blocks, Overheads(), 1)
     given = args, topology, probe, costs, device_bytes / (1 - MEMORY_RESERVE), 0
     return RunPlanner(*given, has_dropout=False, unfit=unfit, why_whole_head=why)

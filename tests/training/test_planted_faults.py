@@ -34,6 +34,7 @@ from hf_pipetransformer.cache.frozen_parts.part import FrozenPart, PresentStep
 from hf_pipetransformer.cache.frozen_parts.served import Records
 from hf_pipetransformer.cache.frozen_parts.state import ModuleState
 from hf_pipetransformer.cache.frozen_parts.values import Rows, tensors_of
+from hf_pipetransformer.cache.records import ENTRY
 from hf_pipetransformer.data.rng import generators_kept
 from hf_pipetransformer.training.part_stores import PartStores
 from tests.support.frozen_models import CASES, NUM_SAMPLES, Case, convbert_probe, logged, pad, stack, trainer_of
@@ -429,8 +430,7 @@ def entries_exchanged(trainer: Any) -> None:
     """Each place of the index gets the entry of the next one."""
     path = file_of(trainer, "index.bin")
     content = path.read_bytes()
-    size = trainer.pipeline_run.stored_parts.served[0].store._store._index.dtype.itemsize
-    ends = NUM_SAMPLES * size
+    size, ends = ENTRY.itemsize, NUM_SAMPLES * ENTRY.itemsize
     path.write_bytes(content[size:ends] + content[:size] + content[ends:])
 
 

@@ -158,6 +158,7 @@ def test_what_a_loss_changes_and_no_other_rank_can_get_is_named(caplog: pytest.L
     class Keeping(Trainer):
         def __init__(self) -> None:
             self.meter, self.parts = Meter(), [1.0]
+            self.state = self.control = None
 
         def compute_loss(self, *_args: Any, **_options: Any) -> Any:
             self.meter.value += 1
