@@ -4,7 +4,7 @@ A store is written and read in one place, `store.ActivationStore`, in the format
 folder is taken, kept and deleted in `folder`; the processes of a node open a store together in `storage`, within the
 limit of the run.
 
-A prefix of layers on pipeline stages has records by the index of a sample: `inputs` decides if samples come out alike,
-`opening` opens the store, `cache` completes batches (`assembly`) and takes new records, `chain` knows the weights, and
+A prefix of layers on pipeline stages has records by the index of a sample: `inputs` knows samples again, `opening`
+opens the store, `cache` finds the records of batches and takes new ones, `chain` knows the weights, and
 `training` follows the layout. Other frozen parts have records by what they are called with: `frozen_parts`.
 """

@@ -90,6 +90,15 @@ class ActivationCache:
         """
         self._num_distrusted += 1
 
+    @property
+    def state(self) -> list[int]:
+        """What the ranks of a pipeline have to have in common: how often weights were named, and distrusted."""
+        return [self.stamp, self._num_distrusted]
+
+    def follow(self, state: list[int]) -> None:
+        """Go on from the `state` of another rank."""
+        self.stamp, self._num_distrusted = state
+
     def switch_off(self, reason: str) -> None:
         """Stop serving and storing, on all ranks of this node."""
         if not self.is_off:
@@ -110,7 +119,7 @@ class ActivationCache:
             self._count(before.num_layers.numpy(), -1)
         if self.is_off or not samples:
             return batch
-        if (why := self.form.why_unfit(batch)) is not None:
+        if (why := self.form.why_unfit(batch, len(samples))) is not None:
             if not self._has_said_unfit:
                 self._has_said_unfit = True
                 logger.warning(f"Nothing is stored of some batches, which are computed in every epoch: {why}")

@@ -23,21 +23,30 @@ class SampleForm:
     """Form of samples, and what a record has of one.
 
     Args:
+        shape: of a sample of the main input; None for texts, which may be of any length.
         num_positions: sequence length of the activations if samples have no token dimension.
         record_length: how many of them a record has, from the first one on; the others come as zeros.
         keeps_padding: True if the loss sees padding, so that records must include it.
     """
 
     main_input: str
-    is_text: bool
+    shape: tuple[int, ...] | None
     num_positions: int
     record_length: int
     record_format: RecordFormat
     pad_token_id: int
     keeps_padding: bool
 
-    def why_unfit(self, batch: Mapping[str, Any]) -> str | None:
-        """Return why no records can be made of a batch that was read; None if they can."""
+    @property
+    def is_text(self) -> bool:
+        return self.shape is None
+
+    def why_unfit(self, batch: Mapping[str, Any], num_samples: int | None = None) -> str | None:
+        """Return why no records can be made of a batch that was read; None if they can.
+
+        Args:
+            num_samples: that it was made of; None if that is not known.
+        """
         given = SampleBatch.of(batch)
         value = given.get(self.main_input)
         if not isinstance(value, torch.Tensor):
@@ -46,6 +55,13 @@ class SampleForm:
             return (
                 f"{given.size} samples lie in one row of {value.shape[1]} tokens, of which no sample has a record of "
                 "its own: let the collator pad, or pack the data set into rows of one sample each."
+            )
+        if num_samples not in (None, len(value)):
+            return f"the collator gave {len(value)} rows for {num_samples} samples: let it return one a sample."
+        if self.shape not in (None, tuple(value.shape[1:])):
+            return (
+                f"{self.main_input!r} is of shape {tuple(value.shape[1:])} a sample, after {self.shape} in the first "
+                "batch: give it one size in all batches."
             )
         for name, entry in given.items():
             is_tensor = isinstance(entry, torch.Tensor)
@@ -63,8 +79,8 @@ class SampleForm:
                     f"{tuple(value.shape)}: give one value a token."
                 )
             # A record holds the tokens from the first position to the last real one.
-            if bool(((mask != 0).any(dim=1) & (mask[:, 0] == 0)).any()):
-                return 'text is padded on the left: set padding_side="right" in the tokenizer.'
+            if bool((mask[:, 0] == 0).any()):
+                return 'text is padded on the left, or has no token: set padding_side="right" in the tokenizer.'
         return None
 
     def digests(self, batch: Mapping[str, Any]) -> Array:

@@ -27,6 +27,7 @@ from hf_pipetransformer.data.loader import PipelineLoader
 from hf_pipetransformer.data.node_shares import NodeOrder
 from hf_pipetransformer.data.reading import DispatchedReading
 from hf_pipetransformer.data.sampler import draws_each_once
+from hf_pipetransformer.engine.losses import LossScope
 from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.schedules.abilities import Abilities
 from hf_pipetransformer.schedules.json_values import as_json
@@ -127,9 +128,10 @@ class CacheInputs:
         start_up, activation = self.start_up, self.start_up.probe.activation
         num_positions, hidden_size = activation.hidden_shape
         value = start_up.samples[activation.main_input]
+        is_text = value.dim() == 2 and not value.is_floating_point()
         return SampleForm(
             main_input=activation.main_input,
-            is_text=value.dim() == 2 and not value.is_floating_point(),
+            shape=None if is_text else tuple(value.shape[1:]),
             num_positions=num_positions,
             # Evaluations hand on outputs that no loss reads.
             record_length=start_up.record_length if is_training else num_positions,
@@ -170,6 +172,13 @@ class CacheInputs:
             return (
                 f"the layers' activations have {activation.hidden_shape[0]} positions for {activation.input_shape[0]} "
                 "tokens, or other numbers for other lengths: expected one a token."
+            )
+        # A loss of whole batches shows what it gives the model.
+        changer = self.context.run.changer_of_batches(self.start_up.plans.scope is LossScope.PARTS)
+        if changer is not None:
+            return (
+                f"{changer} gets batches between the loader and the model, and may change samples whose activations "
+                "are stored. Change them in the data set or the collator, or leave it out."
             )
         if isinstance(loader.reading, DispatchedReading):
             return (

@@ -92,8 +92,8 @@ class TrainingCache:
         """Optimizer steps done at the last check that found nothing."""
         self._has_served = False
         """True if batches since then have used stored activations."""
-        self._is_unproven = self._has_agreed = False
-        """True until, and once, records of an earlier run were compared with what the layers give now."""
+        self._unproven = set[int]()
+        """Levels whose records of an earlier run were not compared yet with what the layers give now."""
 
     def _store_size(self, loader: PipelineLoader) -> StoreSize:
         """Return the bytes that a loader's samples need and may take here, at training's record length."""
@@ -152,7 +152,7 @@ class TrainingCache:
         self._weights = FrozenWeights(stage, self.run.args, self._digests, compute)
         self._digests = self._weights.digests
         self._use_weights(cache)
-        if cache.is_off:
+        if self._told(cache.is_off):
             return
         if self._weights.computes_other_than(self._output_after(stage.layout.cache_level, samples, seed=1)):
             cache.switch_off(
@@ -200,11 +200,16 @@ class TrainingCache:
     def _use_weights(self, cache: ActivationCache) -> None:
         """Serve records of the present weights. Collective: call on every rank of a pipeline."""
         assert self._weights is not None
+        # Ranks of other pipelines may have come to distrust what these have not, before a transition joined them.
+        cache.follow(self._told(cache.state))
         cache.use_weights(self._weights.keys)
         if cache is self._opened:
-            groups, found = self.pipeline.stage.groups, bool(cache.store.num_found)
-            first = groups.pipeline_ranks[0]
-            self._is_unproven = broadcast_tree(found, first, groups.pipeline_control, self.topology.rank)
+            self._unproven = set(range(1, cache.level + 1)) if self._told(cache.store.num_found) else set()
+
+    def _told(self, value: Any) -> Any:
+        """Return what the first rank of the pipeline has. Collective: call on every rank of it."""
+        groups = self.pipeline.stage.groups
+        return broadcast_tree(value, groups.pipeline_ranks[0], groups.pipeline_control, self.topology.rank)
 
     def _agrees(self, cache: ActivationCache, inputs: Mapping[str, Any]) -> bool:
         """Return False if records that a batch has are not what the layers give now; serve others then.
@@ -212,10 +217,8 @@ class TrainingCache:
         Collective: call on every rank of a pipeline.
         """
         assert self._weights is not None
-        groups = self.pipeline.stage.groups
-        found = _some_records(inputs, NUM_CHECKED) if groups.is_first else []
-        found = broadcast_tree(found, groups.pipeline_ranks[0], groups.pipeline_control, self.topology.rank)
-        for some in found:
+        is_first = self.pipeline.stage.groups.is_first
+        for some in self._told(_some_records(inputs, self._unproven, NUM_CHECKED) if is_first else None):
             given, lengths = self._output_after(some["level"], some["batch"]), cache.form.kept_of(some["batch"])
             if not _are_alike(given, some["activation"], lengths, self._weights.precision):
                 cache.distrust()
@@ -226,8 +229,7 @@ class TrainingCache:
                     "modules, their attributes and their hooks of that run."
                 )
                 return False
-        if found:
-            self._is_unproven, self._has_agreed = False, True
+            self._unproven.discard(some["level"])
         return True
 
     def _output_after(self, level: int, batch: Mapping[str, Any], seed: int = 0) -> torch.Tensor:
@@ -260,7 +262,7 @@ class TrainingCache:
         # The loader reads ahead, so this batch may come from records of the weights before.
         if tags.stamp != self._opened.stamp:
             inputs = self.loader.look_up_again(inputs)
-        if self._is_unproven and not self._agrees(self._opened, inputs):
+        if self._unproven and not self._agrees(self._opened, inputs):
             inputs = self.loader.look_up_again(inputs)
         _, tags = detach_tags(inputs)
         self._has_served |= tags is not None and bool(tags.num_layers.any())
@@ -340,9 +342,10 @@ class TrainingCache:
 
     def serve(self, loader: PipelineLoader, dataset: Any) -> None:
         """Let an evaluation during training use the cache, if the set will be read again and caching it pays."""
-        if self._opened is None or self._opened.is_off or self._weights is None:
-            return
-        if not self.run.hides_batches_of(dataset):
+        if self._opened is None or self._weights is None or self.run.args.dataloader_persistent_workers:
+            return  # A loader that persists would keep records of before.
+        # One process may have found damage that the others have not met yet.
+        if not self.run.hides_batches_of(dataset) or any(self.topology.gather(self._opened.is_off)):
             return
         self.check()
         if id(dataset) not in self._of_evaluations:
@@ -355,8 +358,8 @@ class TrainingCache:
                 return
             form = self.inputs.form_of(loader, is_training=False)
             opened = None if form is None else self.stores.open(loader, form, is_training=False)
-            # Of an earlier run nothing is used before the training has compared some.
-            if opened is not None and opened.store.num_found and not self._has_agreed:
+            # Nothing compares what an earlier run has stored of an evaluation.
+            if opened is not None and self._told(opened.store.num_found):
                 opened.distrust()
             # Keep a reference to the data set: after garbage collection its id could be reused.
             self._of_evaluations[id(dataset)] = dataset, opened
@@ -437,13 +440,13 @@ class TrainingCache:
         self.stores.close()
 
 
-def _some_records(inputs: Mapping[str, Any], most: int) -> list[dict[str, Any]]:
-    """Return samples of a batch that have records, as inputs, activations and level, at most `most` of a level."""
+def _some_records(inputs: Mapping[str, Any], levels: set[int], most: int) -> list[dict[str, Any]]:
+    """Return at most `most` samples of a batch that have records of a level, for some levels: inputs, activations."""
     batch, tags = detach_tags(inputs)
     if tags is None or tags.hidden is None:
         return []
     found = []
-    for level in tags.num_layers[tags.num_layers > 0].unique().tolist():
+    for level in sorted(levels & {*tags.num_layers.tolist()}):
         rows = (tags.num_layers == level).nonzero().squeeze(1)[:most]
         found.append({"level": level, "batch": dict(take_rows(batch, rows)), "activation": tags.hidden[rows].clone()})
     return found

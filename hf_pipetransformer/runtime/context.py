@@ -75,6 +75,12 @@ class RunView(Protocol):
     def forward_of(self, shell: PipelineShell, batch: Mapping[str, Any]) -> Callable[[], Any]:
         """Return a function that runs the model itself on a batch, which is prepared now, not the script's loss."""
 
+    def changer_of_batches(self, sees_parts: bool) -> str | None:
+        """Return code of the script's that may change a batch before the model gets it; None without.
+
+        With `sees_parts` its loss is given micro-batches.
+        """
+
     def hides_batches_of(self, dataset: Any) -> bool:
         """Return True for an evaluation set of the trainer's own if no code of the user's gets its batches."""
 

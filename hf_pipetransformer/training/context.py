@@ -76,6 +76,11 @@ class TrainerView:
         # Past hooks on the model itself, as nobody but its layers is asked.
         return lambda: shell.called(shell.module.forward, given)
 
+    def changer_of_batches(self, sees_parts: bool) -> str | None:
+        if sees_parts and not trainer_compat.has_known_loss(self.trainer):
+            return "the script's loss"
+        return trainer_compat.changer_of_batches(self.trainer)
+
     def hides_batches_of(self, dataset: Any) -> bool:
         trainer, own = self.trainer, self.trainer.eval_dataset
         sets = own.values() if isinstance(own, dict) else [own]

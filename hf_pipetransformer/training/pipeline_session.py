@@ -272,7 +272,7 @@ class PipelineSession(PipelineBuilder):
             return pipeline.persistent_loaders[str(request.key)]
         begun, self._begun = self._begin(request), None
         loader = make_loader(self.context, pipeline, begun)
-        # Of a sample whose activation is stored, prompts are not read.
+        # Prompts go through the layers token by token.
         is_read = request.is_training or trainer_compat.generates(self.context.trainer)
         cache = None if is_read else self.cache
         if cache is not None and not loader.is_stream:

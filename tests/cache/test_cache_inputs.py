@@ -94,7 +94,7 @@ def test_what_is_not_padding_behind_the_last_token_is_in_the_digest():
 # ---- batches of which no records are made ----
 
 
-FORM = SampleForm("input_ids", True, 3, 3, RecordFormat(4, torch.float32), 0, keeps_padding=False)
+FORM = SampleForm("input_ids", None, 3, 3, RecordFormat(4, torch.float32), 0, keeps_padding=False)
 
 
 @pytest.mark.parametrize(
@@ -105,13 +105,23 @@ FORM = SampleForm("input_ids", True, 3, 3, RecordFormat(4, torch.float32), 0, ke
         ({"names": ["a", "b"]}, "'names' in a batch of 2 samples is a list: let the collator return"),
         ({"crops": torch.zeros(3, 4)}, r"'crops' in a batch of 2 samples is of shape \(3, 4\)"),
         ({"attention_mask": torch.ones(2, 3, 3)}, "beside 'input_ids' of shape .*: give one value a token"),
-        ({"attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]])}, "text is padded on the left: set padding_side"),
+        ({"attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]])}, "text is padded on the left, or has no token: set"),
+        ({"attention_mask": torch.tensor([[1, 1, 1], [0, 0, 0]])}, "text is padded on the left, or has no token: set"),
     ],
 )  # fmt: skip
 def test_a_batch_that_has_no_row_of_each_sample_to_go_by_is_told_apart(changes, words):
     assert FORM.why_unfit(BATCH) is None
     found = FORM.why_unfit({**BATCH, **changes})
     assert found is not None and re.search(words, found)
+
+
+def test_rows_that_are_not_those_of_the_samples_or_of_another_size_are_told_apart():
+    assert "the collator gave 2 rows for 3 samples: let it return one a sample" in str(FORM.why_unfit(BATCH, 3))
+    images = replace(FORM, main_input="pixel_values", shape=(3, 4, 4))
+    found = str(images.why_unfit({"pixel_values": torch.zeros(2, 3, 6, 6)}))
+    assert (
+        "'pixel_values' is of shape (3, 6, 6) a sample, after (3, 4, 4) in the first batch: give it one size" in found
+    )
 
 
 def test_texts_in_one_row_have_no_records_of_their_own():
@@ -123,6 +133,7 @@ def test_texts_in_one_row_have_no_records_of_their_own():
 def test_a_record_has_the_tokens_that_the_loss_may_see():
     assert FORM.kept_of(BATCH).tolist() == [2, 3] and FORM.length_of(BATCH) == 3
     assert replace(FORM, keeps_padding=True).kept_of(BATCH).tolist() == [3, 3]
-    images = replace(FORM, main_input="pixel_values", is_text=False, num_positions=5, record_length=1)
+    images = replace(FORM, main_input="pixel_values", shape=(3, 4, 4), num_positions=5, record_length=1)
     pixels = {"pixel_values": torch.zeros(2, 3, 4, 4)}
+    assert images.why_unfit(pixels) is None
     assert images.kept_of(pixels).tolist() == [1, 1] and images.length_of(pixels) == 5

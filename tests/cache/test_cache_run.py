@@ -36,7 +36,7 @@ CHANGED_AT = 6
 """The first step of the third epoch: all rows are stored."""
 
 
-def trainer_of(folder: Path, **changes: Any) -> PipeTransformerTrainer:
+def trainer_of(folder: Path, kind: Any = PipeTransformerTrainer, **changes: Any) -> PipeTransformerTrainer:
     given = {"train_dataset": make_dataset("bert_sequence", 12), "data_collator": collate} | {
         name: changes.pop(name)
         for name in ("callbacks", "eval_dataset", "train_dataset", "data_collator")
@@ -48,9 +48,10 @@ def trainer_of(folder: Path, **changes: Any) -> PipeTransformerTrainer:
         "freeze_policy": "fixed", "freeze_at": "0:2", "activation_cache": "on",
         "activation_cache_dir": str(folder / "cache"),
     }  # fmt: skip
-    return PipeTransformerTrainer(
+    found: PipeTransformerTrainer = kind(
         build_model("bert_sequence"), PipeTransformerArguments(**(options | changes)), **given
     )
+    return found
 
 
 class Streamed(torch.utils.data.IterableDataset[Any]):
@@ -412,6 +413,55 @@ def test_what_one_process_reads_for_all_is_not_stored_and_the_reason_is_told(tmp
     assert trainer.layout.num_frozen_layers == 2 and trainer.layout.cache_level == 0
     (event,) = cache_events(trainer, "off")
     assert "draw random numbers, so that one process reads for all" in event["reason"]
+
+
+class Louder(PipeTransformerTrainer):
+    """Changes what enters its steps."""
+
+    def training_step(self, model: Any, inputs: Any, *args: Any) -> Any:
+        return super().training_step(model, inputs, *args)
+
+
+class Weighed(PipeTransformerTrainer):
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        return super().compute_loss(model, inputs, *args, **options)
+
+
+PARTS = {"pipeline_loss": "parts", "pipeline_parallel_num_microbatches": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "who"), [(Louder, {}, "Louder.training_step"), (Weighed, PARTS, "the script's loss")]
+)
+def test_code_between_the_loader_and_the_model_keeps_the_store_off(
+    tmp_path: Path, kind: Any, options: dict[str, Any], who: str
+) -> None:
+    trainer = trainer_of(tmp_path, kind=kind, max_steps=3, **options)
+    trainer.train()
+    assert trainer.layout.num_frozen_layers == 2 and trainer.layout.cache_level == 0
+    (event,) = cache_events(trainer, "off")
+    assert event["reason"].startswith(f"{who} gets batches between the loader and the model, and may change samples")
+
+
+def test_an_evaluation_set_that_an_earlier_run_has_stored_is_computed_anew(tmp_path: Path) -> None:
+    """What its layers compute now is compared in the training alone."""
+    losses = {}
+    for run, mode in (("first", "on"), ("with", "on"), ("without", "off")):
+        evaluated = Known(make_rows("bert_sequence", 8, 1))
+        trainer = trainer_of(
+            tmp_path / run, activation_cache=mode, activation_cache_keep=True, eval_strategy="steps", eval_steps=3,
+            activation_cache_dir=str(tmp_path / "cache"), eval_dataset=evaluated,
+            train_dataset=Known(make_rows("bert_sequence", 12)),
+        )  # fmt: skip
+        if run != "first":
+            # As a hook inside that is in no key: the first layer's output is another one.
+            trainer.model.bert.encoder.layer[0].register_forward_hook(
+                lambda module, given, output: output * 1.5 if isinstance(output, torch.Tensor) else output
+            )
+        trainer.train()
+        losses[run] = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert losses["with"] == pytest.approx(losses["without"], rel=1e-5)
+    assert losses["first"] != pytest.approx(losses["without"], rel=1e-3)
 
 
 class Noisy(torch.utils.data.Dataset[Any]):

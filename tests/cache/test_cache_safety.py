@@ -64,7 +64,7 @@ def activation_of(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 
 FORM = SampleForm(
     main_input="input_ids",
-    is_text=True,
+    shape=None,
     num_positions=max(LENGTHS),
     record_length=max(LENGTHS),
     record_format=RECORD,

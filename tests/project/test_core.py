@@ -17,10 +17,10 @@ import pytest
 SOURCES = Path(__file__).resolve().parents[2] / "hf_pipetransformer"
 
 BUDGETS = {
-    "cache": 3790,
+    "cache": 3804,
     "cli": 639,
     "comm": 935,
-    "compat": 372,
+    "compat": 378,
     "data": 1488,
     "elastic": 537,
     "engine": 1730,
@@ -29,14 +29,14 @@ BUDGETS = {
     "pipe": 1056,
     "planning": 1171,
     "report": 1247,
-    "runtime": 1725,
+    "runtime": 1726,
     "schedules": 752,
     "splitters": 1115,
     "startup": 2225,
     "state": 1296,
     "the package itself": 62,
     "trainer": 348,
-    "training": 3317,
+    "training": 3321,
 }
 """Statements that a room may have, docstrings left out. Who raises a number says why in the commit."""
 
