@@ -213,8 +213,8 @@ def is_overridden(trainer: Trainer, name: str) -> bool:
 
 
 def changer_of_batches(trainer: Trainer) -> str | None:
-    """Return a method of the script's, but for its loss, that may change a batch behind the loader; None without."""
-    for name in ("get_batch_samples", "training_step", "_prepare_inputs", "_prepare_input"):
+    """Return a method of the script's that prepares batches, and may change them; None without."""
+    for name in ("_prepare_inputs", "_prepare_input"):
         kind = next(kind for kind in type(trainer).__mro__ if not is_own(kind) and name in vars(kind))
         if name in vars(trainer) or kind.__module__.partition(".")[0] not in _KNOWN_CODE:
             return f"{kind.__name__}.{name}"

@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.state import GradientState
 from torch.utils.data import DataLoader
@@ -73,6 +75,10 @@ _SLOW_WORKER = (
 )
 
 
+def _versions(batch: Mapping[str, Any]) -> list[int]:
+    return [value._version for value in batch.values() if isinstance(value, torch.Tensor)]
+
+
 class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
     """Loader that yields this replica's share of every global batch, on every stage of its pipeline.
 
@@ -106,6 +112,9 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
         self.gradient_state = GradientState()
         self.present = SampleBatch()
         """Batch that was yielded last."""
+        self._notes_yielded = False
+        self._yielded: deque[tuple[SampleBatch, list[int]]] = deque()
+        """Batches that were yielded and not asked for by `is_as_yielded`, with the versions of their tensors."""
         self.size = 0
         """Samples of the current batch, over all replicas."""
         self.num_seen = 0
@@ -131,6 +140,7 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
         self._next, done = (0, 0) if start is None else (start.first, start.samples)
         self._offset = done - self._next * self.total_batch_size
         self.size = self.num_seen = 0
+        self._yielded.clear()
         try:
             while not self.is_at_end:
                 share = self._next_share()
@@ -146,6 +156,8 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
                 # Set before the batch is handed out: accelerate asks for it while the batch is trained on.
                 self.end_of_dataloader = share.is_last
                 self.present = share.batch.changed(pinned) if self.pins_memory else share.batch
+                if self._notes_yielded:
+                    self._yielded.append((self.present, _versions(self.present)))
                 yield self.present
             # Not in `finally`: after an error the receivers may be gone, and this would wait for them until its time
             # limit.
@@ -235,9 +247,17 @@ class PipelineLoader(DataLoader[Any], DataLoaderStateMixin):
     def records(self) -> RecordSource | None:
         return self.reading.records
 
-    def take_from(self, records: RecordSource) -> None:
-        """Look samples up in `records`, starting with the next batch."""
-        self.reading.records = records
+    def take_from(self, records: RecordSource, is_asked: bool = False) -> None:
+        """Look samples up in `records` from the next batch on; with `is_asked` for one that asks `is_as_yielded`."""
+        self.reading.records, self._notes_yielded = records, is_asked
+
+    def is_as_yielded(self, batch: Mapping[str, Any]) -> bool:
+        """Return True if a batch is the next that was yielded, and nothing was written into it since."""
+        while self._yielded:
+            given, versions = self._yielded.popleft()
+            if given.keys() == batch.keys() and all(batch[name] is value for name, value in given.items()):
+                return versions == _versions(given)
+        return False
 
     def look_up_again(self, batch: dict[str, Any]) -> SampleBatch:
         """Return an earlier `batch` with what `records` has of it now. Call on every stage of a pipeline."""

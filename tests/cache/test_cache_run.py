@@ -416,10 +416,44 @@ def test_what_one_process_reads_for_all_is_not_stored_and_the_reason_is_told(tmp
 
 
 class Louder(PipeTransformerTrainer):
-    """Changes what enters its steps."""
+    """Prepares batches in a way of its own."""
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return super()._prepare_inputs(inputs)
+
+
+class Masks(PipeTransformerTrainer):
+    """Changes words of a batch before its step: in a dict of its own, or in place."""
+
+    in_place = False
 
     def training_step(self, model: Any, inputs: Any, *args: Any) -> Any:
-        return super().training_step(model, inputs, *args)
+        words = inputs["input_ids"] if self.in_place else inputs["input_ids"].clone()
+        words[:, 1] = 5 + self.state.global_step % 40
+        return super().training_step(model, inputs if self.in_place else {**inputs, "input_ids": words}, *args)
+
+
+class MasksInPlace(Masks):
+    in_place = True
+
+
+class Doubles(PipeTransformerTrainer):
+    """Changes nothing before its step."""
+
+    def training_step(self, *args: Any) -> Any:
+        return 2 * super().training_step(*args)
+
+
+@pytest.mark.parametrize(("kind", "hits"), [(Masks, 0), (MasksInPlace, 0), (Doubles, 12)])
+def test_a_batch_that_was_changed_behind_the_loader_is_computed(tmp_path: Path, kind: Any, hits: int) -> None:
+    losses = {}
+    for mode in ("on", "off"):
+        trainer = trainer_of(tmp_path / mode, kind=kind, activation_cache=mode)
+        trainer.train()
+        losses[mode] = losses_of(trainer)
+        if mode == "on" and hits:
+            assert [event["hits"] for event in cache_events(trainer, "epoch")] == [0, hits, hits, hits]
+    assert losses["on"] == pytest.approx(losses["off"], rel=1e-5)
 
 
 class Weighed(PipeTransformerTrainer):
@@ -431,7 +465,7 @@ PARTS = {"pipeline_loss": "parts", "pipeline_parallel_num_microbatches": 2}
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "who"), [(Louder, {}, "Louder.training_step"), (Weighed, PARTS, "the script's loss")]
+    ("kind", "options", "who"), [(Louder, {}, "Louder._prepare_inputs"), (Weighed, PARTS, "the script's loss")]
 )
 def test_code_between_the_loader_and_the_model_keeps_the_store_off(
     tmp_path: Path, kind: Any, options: dict[str, Any], who: str
