@@ -92,7 +92,7 @@ class ActivationCache:
 
     @property
     def state(self) -> list[int]:
-        """What the ranks of a pipeline have to have in common: how often weights were named, and distrusted."""
+        """State that the ranks of a pipeline have in common: how often weights were named, and distrusted."""
         return [self.stamp, self._num_distrusted]
 
     def follow(self, state: list[int]) -> None:
@@ -124,15 +124,13 @@ class ActivationCache:
                 self._has_said_unfit = True
                 logger.warning(f"Nothing is stored of some batches, which are computed in every epoch: {why}")
             return batch
-        digests, index, hidden = self.form.digests(batch), np.asarray(samples, dtype=np.int64), None
+        digests, index = self.form.digests(batch), np.asarray(samples, dtype=np.int64)
         try:
-            levels, records = self._found(index, digests, batch)
+            levels, hidden = self._found(index, digests, batch)
         except StoreDamagedError as error:
             self.switch_off(str(error))
             return batch
         self._count(levels)
-        if records is not None and (levels > 0).any():
-            hidden = records
         # As int64 of the same bits, because torch supports uint64 in few operations.
         tagged, num_layers, words = (torch.from_numpy(values) for values in (index, levels, digests.view(np.int64)))
         return CacheTags(tagged, num_layers, words, self.stamp, hidden).attach(batch)

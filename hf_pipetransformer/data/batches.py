@@ -495,12 +495,11 @@ def pad_batch(
     main_input: str,
     length: int,
     pad_token_id: int,
-    fills: Mapping[str, int | float] | None = None,
     on_left: bool = False,
 ) -> SampleBatch:
     """Pad every `(batch, seq, ...)` tensor of a batch, on the right unless told otherwise, to `(batch, length, ...)`.
 
-    Padding matches a collator that saw the whole global batch: see `fill_value`, which `fills` overrides by entry.
+    Padding matches a collator that saw the whole global batch: see `fill_value`.
     """
     current = sequence_length(batch, main_input)
     if current in (0, length):
@@ -511,7 +510,7 @@ def pad_batch(
     def padded(key: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.shape[:2] != shape:
             return value
-        fill = (fills or {}).get(key, fill_value(key, main_input, pad_token_id))
+        fill = fill_value(key, main_input, pad_token_id)
         more = value.new_full((value.shape[0], length - current, *value.shape[2:]), fill)
         return torch.cat([more, value] if on_left else [value, more], dim=1)
 
