@@ -1,7 +1,7 @@
 """Losses whose arithmetic is known, by class, configuration and release. Any other sees the whole batch at once.
 
 Known are those of transformers' own classes for the tasks below, of Trainer's label smoother and of TRL's trainers.
-`tests/compat/test_known_losses.py` holds each class against its own arithmetic.
+`tests/startup/test_losses.py` holds each class against its own arithmetic.
 """
 
 from __future__ import annotations
@@ -52,13 +52,18 @@ _DIVIDED = {
 }
 """Classes of these tasks that read `num_items_in_batch`, of labels that are classes."""
 
-_NEXT_WORDS_BESIDE_MEDIA = {
-    *("Idefics3ForConditionalGeneration", "InternVLForConditionalGeneration", "LlavaForConditionalGeneration"),
-    *("LlavaOnevisionForConditionalGeneration", "Llama4ForConditionalGeneration", "PaliGemmaForConditionalGeneration"),
-    *("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"),
-    *("Qwen3_5ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
+_NEXT_WORDS_BESIDE_MEDIA = {"Mistral4ForCausalLM"} | {
+    f"{family}ForConditionalGeneration"
+    for family in (
+        *("Aria", "AyaVision", "Cohere2Vision", "CohereCompass", "Cosmos3Omni", "DeepseekVL", "DeepseekVLHybrid"),
+        *("Exaone4_5_", "Gemma3", "Glm46V", "Glm4v", "Glm4vMoe", "GlmOcr", "GotOcr2", "HyperCLOVAXVisionV2"),
+        *("Idefics2", "Idefics3", "InternVL", "Janus", "Kimi_K25", "Lfm2Vl", "LightOnOcr", "Llama4", "Llava"),
+        *("LlavaNext", "LlavaNextVideo", "LlavaOnevision", "MiniMaxM3Sparse", "Mistral3", "MistralLarge4", "Ovis2"),
+        *("PaddleOCRVL", "PaliGemma", "QianfanOCR", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5"),
+        *("Qwen3_5Moe", "Qwen4Exp", "SmolVLM", "VideoLlama3", "VideoLlava", "VipLlava"),
+    )
 }
-"""Classes that predict the next word after images and text, which `tests/distributed/test_media.py` compares."""
+"""Classes that predict the next word after images and text, and whose layers stages can share."""
 
 _MEANS_OF_NEXT_WORDS = {"Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration", "XLNetLMHeadModel"}
 """Classes that do not, as others do that predict the next word."""

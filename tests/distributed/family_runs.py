@@ -12,6 +12,9 @@ What becomes of a class:
     wrong    other numbers
     barred   refused with a sentence with all defaults, too, where Trainer trains it
 
+"micro-batches" of a class are two in one process, "shared" are two replicas of a class that takes images beside text:
+equal or refused.
+
 The exit code is 1 if any class is one of the last three.
 """
 
@@ -93,7 +96,11 @@ def _run_part(names: Sequence[str], folder: Path, in_parts: bool) -> dict[str, d
                 found.pop("outcome", None)
             outcomes[name] |= found
         if in_parts:
-            outcomes[name] = _with_micro_batches(name, folder, plain[name], outcomes[name])
+            outcomes[name] = _as_equal(name, folder, plain[name], plain[name], "micro-batches", outcomes[name])
+    with_images = {subject.name for subject in every_subject() if subject.task == "images beside text"}
+    shared = [name for name in trained if outcomes[name]["outcome"] == "equal" and name in with_images]
+    for name, found in launch_all(shared, folder, "shared", 2).items():
+        outcomes[name] = _as_equal(name, folder, found, plain[name], "shared", outcomes[name])
     counts = Counter(found["outcome"] for found in outcomes.values())
     print(f"{len(names)} classes: {dict(counts)}", file=sys.stderr, flush=True)
     return outcomes
@@ -201,17 +208,17 @@ def _cause(found: dict[str, Any]) -> str:
     return found["error"]["type"] + found["error"]["text"][:60]
 
 
-def _with_micro_batches(name: str, folder: Path, plain: Found, result: dict[str, Any]) -> dict[str, Any]:
-    """Two micro-batches in one process; they are equal, or refused."""
-    ours = part_of(plain, "micro-batches")
+def _as_equal(
+    name: str, folder: Path, found: Found, plain: Found, part: str, result: dict[str, Any]
+) -> dict[str, Any]:
+    """The result with what became of another layout, which is equal or refused as well."""
+    ours = part_of(found, part)
     if "error" not in ours:
-        found = difference(ours, part_of(plain, "plain"), folder, name, "micro-batches", "plain")
-        if found is None:
-            return {**result, "micro-batches": "equal"}
-        return {**result, "outcome": "wrong", "micro-batches": f"wrong: {found}"}
+        off = difference(ours, part_of(plain, "plain"), folder, name, part, "plain")
+        return {**result, part: "equal"} if off is None else {**result, "outcome": "wrong", part: f"wrong: {off}"}
     if ours["error"]["is_sentence"]:
-        return {**result, "micro-batches": "refused"}
-    return {**result, "outcome": "crash", "micro-batches": short(ours["error"])}
+        return {**result, part: f"refused: {one_line(ours['error']['text'])}"}
+    return {**result, "outcome": "crash", part: short(ours["error"])}
 
 
 def difference(

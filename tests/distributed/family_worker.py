@@ -1,8 +1,8 @@
 """Train a list of tiny models for three steps each and write down what came out.
 
 `plain`: Trainer in one process; `parts`: also our trainer there, with two micro-batches. `split`: two stages on two
-processes. `defaults`: our trainer with all its defaults on two processes; `replicas`: Trainer on two. `frozen`: both
-trainers in one process for two epochs, with a part of the model frozen.
+processes; `shared`: two replicas of one. `defaults`: our trainer with all its defaults on two processes; `replicas`:
+Trainer on two. `frozen`: both trainers in one process for two epochs, with a part of the model frozen.
 
 Each rank notes `<name>.<mode>`, rank 0 also writes the weights. After a model the ranks look whether
 both came to the same end in order: where they did not, the launch ends, and whoever started it goes on in another one
@@ -156,6 +156,11 @@ def split(subject: Subject, folder: Path) -> dict[str, Any]:
     return {"split": account(subject, folder, "split", options)}
 
 
+def shared(subject: Subject, folder: Path) -> dict[str, Any]:
+    options = {"pipeline_parallel_size": 1, "pipeline_parallel_num_microbatches": 2}
+    return {"shared": account(subject, folder, "shared", options)}
+
+
 def defaults(subject: Subject, folder: Path) -> dict[str, Any]:
     return {"defaults": account(subject, folder, "defaults", {}, as_released=True)}
 
@@ -190,6 +195,7 @@ MODES: dict[str, Callable[[Subject, Path], dict[str, Any]]] = {
     "plain": plain,
     "parts": plain_and_in_parts,
     "split": split,
+    "shared": shared,
     "defaults": defaults,
     "replicas": replicas,
     "frozen": frozen,

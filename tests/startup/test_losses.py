@@ -89,7 +89,8 @@ def check(
         return None
     total = trainer_compat.items_of(trainer, batch)
     if known is KnownLoss.MEAN and passes:
-        assert agree(measured(trainer, [(batch, 1.0)], total), measured(trainer, [(batch, 1.0)], None))
+        # The number of another batch: what divides by it would be told apart.
+        assert agree(measured(trainer, [(batch, 1.0)], 2 * total), measured(trainer, [(batch, 1.0)], None))
         passes = False
     rule, given = (LossRule.SUM, total) if known is KnownLoss.DIVIDED and passes else (LossRule.MEAN, None)
     whole = measured(trainer, [(batch, 1.0)], given)
@@ -111,7 +112,11 @@ def trainer_of(model: PreTrainedModel, folder: Path, kind: type[Trainer] = Train
 def unevenly_labeled(batch: dict[str, Any], task: str) -> dict[str, Any]:
     """The batch with two labels left in some samples, if its labels are of tokens."""
     labels = batch.get("labels")
-    if task not in ("token classification", "masked words", "next words") or labels is None or labels.dim() != 2:
+    if (
+        task not in ("token classification", "masked words", "next words", "images beside text")
+        or labels is None
+        or labels.dim() != 2
+    ):
         return batch
     labels = labels.clone()
     for row in (1, 2, 5):
