@@ -177,8 +177,17 @@ class Pipeline:
 
     @property
     def is_inside_step(self) -> bool:
-        """True while the engine runs a stage of this rank."""
-        return self.stage.view.is_running
+        """True while this rank runs what other stages do not: its part of the model, or a loss behind the model."""
+        loss = self.runner.present
+        return self.stage.view.is_running or (loss is not None and loss.is_entered)
+
+    def check_between_steps(self, name: str) -> None:
+        """Raise ValueError if `name` is called where other stages do not call it."""
+        if self.layout.pipeline_size > 1 and self.is_inside_step:
+            raise ValueError(
+                f"{name} was called amid a step, where other stages do not come by. Call it between two steps on "
+                "every rank, in a callback for example."
+            )
 
     @contextmanager
     def whole_model(self, device: torch.device = HOST) -> Iterator[None]:
@@ -193,11 +202,7 @@ class Pipeline:
         if not self.is_in_parts:
             yield
             return
-        if self.is_inside_step:
-            raise ValueError(
-                "whole_model() was called amid a step, where other stages do not come by. Call it between two steps "
-                "on every rank, in a callback for example."
-            )
+        self.check_between_steps("whole_model()")
         # In an asynchronous training stages may be at different steps, and the model would be a mix of them.
         self.settle()
         with whole_on_every_rank(self.stage, device):

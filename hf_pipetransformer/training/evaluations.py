@@ -80,6 +80,8 @@ class Evaluations:
     def generate(self, inputs: Any, options: dict[str, Any]) -> Any:
         """See `PipeTransformerMixin.generate`."""
         context, left = self.run.context, self.run.session.is_left_to_trainer
+        if self.run.in_force is not None:
+            self.run.in_force.check_between_steps("generate()")
         topology, model, device = context.topology, context.trainer.model, context.args.device
         given = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
         # A mask may be a keyword argument: what has a row for each prompt is cut with them.

@@ -25,6 +25,13 @@ SHORT = 2 * loss_calls.BATCH + 1
 """Rows of epochs of three batches, whose last one has a single sample."""
 
 
+def entries_of(trainer: Any) -> list[list[Any]]:
+    """The log by steps, of which those of one step may come in any order."""
+    keys = ("rows", "entropy", "loss", "grad_norm")
+    found = [[entry["step"], key, entry[key]] for entry in trainer.state.log_history for key in keys if key in entry]
+    return sorted(found)
+
+
 @scenario
 def train_each(folder: Path) -> dict[str, Any]:
     found = {}
@@ -32,6 +39,9 @@ def train_each(folder: Path) -> dict[str, Any]:
         for name in EQUAL:
             trainer = made(getattr(loss_calls, name), folder / layout / name, 2, **options)
             found[f"{layout}, {name}"] = {"log": logged(trainer), "calls": trainer.calls}
+    trainer = made(loss_calls.logging, folder / "logging", 2, **STAGES)
+    logged(trainer)
+    found["logging"] = entries_of(trainer)
     trainer = made(loss_calls.mixed, folder / "short", 2, SHORT, **REPLICAS)
     trainer.args.max_steps = 7
     return {**found, "short": logged(trainer)}
@@ -63,6 +73,17 @@ def test_a_replica_without_samples_draws_on_with_the_others(trained: list[dict[s
         assert found["short"] == pytest.approx(expected, rel=1e-5)
 
 
+def test_what_a_loss_logs_is_in_the_log_of_every_rank(trained: list[dict[str, Any]], tmp_path: Path) -> None:
+    plain = made(loss_calls.logging, tmp_path)
+    logged(plain)
+    expected = entries_of(plain)
+    assert sum(key == "entropy" for _, key, _ in expected) == 4
+    for found in trained:
+        assert [entry[:2] for entry in found["logging"]] == [entry[:2] for entry in expected]
+        values = [entry[2] for entry in expected]
+        assert [entry[2] for entry in found["logging"]] == pytest.approx(values, rel=1e-5)
+
+
 @scenario
 def train_refused(folder: Path, layout: str, loss: str) -> None:
     made(getattr(loss_calls, loss), folder, 2, **LAYOUTS[layout]).train()
@@ -74,6 +95,8 @@ def train_refused(folder: Path, layout: str, loss: str) -> None:
         ("two stages", "twice", "One loss runs BertForSequenceClassification twice for a batch"),
         ("two stages", "with_decay", "reads weights of BertForSequenceClassification itself, some of which"),
         ("two stages", "of_embeddings", "are called by themselves, where stages do not take part"),
+        ("two stages", "of_whole_model", "whole_model() was called amid a step, where other stages do not come by"),
+        ("two stages", "of_what_is_generated", "generate() was called amid a step, where other stages"),
         ("two replicas", "doubled", "rows of a batch of 8: with replicas each runs its own"),
     ],
 )

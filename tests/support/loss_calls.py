@@ -50,6 +50,26 @@ def counting(trainer: Any, model: Any, batch: dict[str, torch.Tensor]) -> torch.
     return functional.cross_entropy(model(**_inputs(batch)).logits, batch["labels"]) * trainer.calls
 
 
+def logging(trainer: Any, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Logs before the model is called, which every rank sees, and behind it, which only the last stage does."""
+    trainer.log({"rows": float(len(batch["labels"]))})
+    loss = functional.cross_entropy(model(**_inputs(batch)).logits, batch["labels"])
+    trainer.log({"entropy": loss.item()})
+    return loss
+
+
+def of_whole_model(trainer: Any, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    loss = functional.cross_entropy(model(**_inputs(batch)).logits, batch["labels"])
+    with trainer.whole_model():
+        return loss
+
+
+def of_what_is_generated(trainer: Any, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    loss = functional.cross_entropy(model(**_inputs(batch)).logits, batch["labels"])
+    trainer.generate(batch["input_ids"], max_new_tokens=1)
+    return loss
+
+
 def of_a_part(trainer: Any, _model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     own = trainer.accelerator.unwrap_model(trainer.model)
     pooled = own.bert(batch["input_ids"], attention_mask=batch["attention_mask"])[1]
