@@ -247,8 +247,9 @@ class Template:
 
     def shape(self, number: int, rows: Rows) -> list[int]:
         """Return the shape of an output."""
-        share = self.shares[number]
-        first = int(rows.tensors[0].shape[0]) // share if share else rows.number
+        share, first = self.shares[number], rows.number
+        if share and rows.lengths is not None:
+            first = int(rows.lengths.sum()) // share
         shape = [first, *self.likes[number].shape[1:]]
         if number in self._of_tokens:
             shape[1] = rows.length

@@ -40,12 +40,13 @@ class Reading:
     Args:
         picks: the output tensors that are read, in their order.
         is_by_token: True if a record has one entry a token, up to the last real one; what lies beyond is zero.
-        share: how many patches of rows that lie one behind the other have one entry in what is read; 1 otherwise.
+        share: how many tokens or patches have one entry in what is read, where the rows of that lie one behind the
+            other; 0 if it has one for each row.
     """
 
     picks: tuple[Pick, ...]
     is_by_token: bool = False
-    share: int = 1
+    share: int = 0
 
     def pick(self, number: int) -> Pick | None:
         return next((each for each in self.picks if each.number == number), None)
@@ -53,13 +54,14 @@ class Reading:
     def lengths(self, rows: Rows, values: int) -> Array:
         """Return the tokens of each row's record `(rows,)`, or the values of one without tokens."""
         found: Array
-        if rows.lengths is not None and self.has_lengths(rows):
-            found = rows.lengths // self.share
+        if rows.lengths is not None and self.has_lengths:
+            found = rows.lengths // max(self.share, 1)
             return found
         return torch.full((rows.number,), values).numpy()
 
-    def has_lengths(self, rows: Rows) -> bool:
-        return rows.is_flat or self.is_by_token
+    @property
+    def has_lengths(self) -> bool:
+        return self.share > 0 or self.is_by_token
 
     def records(self, leaves: Sequence[torch.Tensor], rows: Rows) -> torch.Tensor:
         """Return the records `(rows, tokens, values)` of output tensors; without tokens a row's values are in a line.
@@ -68,8 +70,9 @@ class Reading:
             NotStorableError: the tensors do not have a row for each row of the call, or differ in dtype.
         """
         read = [pick.of(leaves[pick.number].detach()) for pick in self.picks]
-        own = self.share if rows.is_flat else 0
-        if any(rows.share_of(each) != own or not (own or each.shape[:1] == (rows.number,)) for each in read):
+        if any(
+            rows.share_of(each) != self.share or not (self.share or each.shape[:1] == (rows.number,)) for each in read
+        ):
             raise NotStorableError(no_row_each(read, rows.number))
         kinds = {each.dtype for each in read if each.is_floating_point()}
         stored = [each.to(next(iter(kinds), torch.float32)) for each in read]
@@ -79,7 +82,7 @@ class Reading:
         ):
             names = ", ".join(sorted({str(each.dtype) for each in read}))
             raise NotStorableError(f"gives outputs of {names}, expected one kind of floating point numbers")
-        if rows.is_flat:
+        if self.share:
             whole = torch.cat([each.reshape(each.shape[0], -1) for each in stored], dim=1)
             # The store takes records padded to one length, and the length of each beside them.
             return nn.utils.rnn.pad_sequence(whole.split(self.lengths(rows, 0).tolist()), batch_first=True)
@@ -89,21 +92,21 @@ class Reading:
 
     def num_tokens(self, call: PartCall) -> int:
         """Return the tokens of a record for a call, or the values of one without tokens."""
-        if self.has_lengths(call.rows):
-            return call.rows.length // self.share
+        if self.has_lengths:
+            return call.rows.length // max(self.share, 1)
         return sum(math.prod(self._shape_of_row(call, pick)) for pick in self.picks)
 
     def width(self, call: PartCall) -> int:
         """Return the values of a token's entry in a record, 1 for records without tokens."""
-        if not self.has_lengths(call.rows):
+        if not self.has_lengths:
             return 1
         shapes = (self._shape_of_row(call, pick) for pick in self.picks)
-        return sum(math.prod(shape if call.rows.is_flat else shape[1:]) for shape in shapes)
+        return sum(math.prod(shape if self.share else shape[1:]) for shape in shapes)
 
     def outputs(self, records: torch.Tensor, call: PartCall) -> dict[int, torch.Tensor]:
         """Return what `records` `(rows, tokens, values)` hold of the outputs of a call."""
         rows = call.rows
-        if rows.is_flat:
+        if self.share:
             lengths = self.lengths(rows, 0).tolist()
             records = torch.cat([record[:length] for record, length in zip(records, lengths, strict=True)])
         elif not self.is_by_token:

@@ -338,8 +338,8 @@ class Records:
         for pick in self.reading.picks:
             found, expected = call.rows.rows_of(outputs[pick.number], rows).cpu(), pick.of(computed[pick.number]).cpu()
             tolerance = OTHER_BATCH_TOLERANCE[coarsest(self.precision, self.store.dtype, expected.dtype)]
-            pairs = [(found, expected)] if call.rows.is_flat else [*zip(found, expected, strict=True)]
-            if self.reading.is_by_token and call.rows.lengths is not None and not call.rows.is_flat:
+            pairs = [(found, expected)] if self.reading.share else [*zip(found, expected, strict=True)]
+            if self.reading.is_by_token and call.rows.lengths is not None:
                 ends = call.rows.lengths[rows].tolist()
                 pairs = [(one[:end], other[:end]) for (one, other), end in zip(pairs, ends, strict=True)]
             if any(differs(one, other, tolerance) for one, other in pairs):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 GRID = "grid_thw"
+PLACES = "pixel_position_ids"
 MASKS = {"input_ids": MASK, "decoder_input_ids": f"decoder_{MASK}"}
 """Inputs of models to the masks that show which of their tokens are real."""
 OF_THE_LOSS = "num_items_in_batch"
@@ -93,7 +94,8 @@ class Rows:
     ) -> Rows:
         """Find the rows of a call; those of an `attention_mask` among its arguments end at their last real token.
 
-        An argument `grid_thw` `(images, 3)` has the patches of images in time, height and width, as for Qwen2-VL.
+        An argument `grid_thw` `(images, 3)` has the patches of images in time, height and width, as for Qwen2-VL; in
+        `pixel_position_ids` `(images, patches, 2)` those of -1 are padding, as for Gemma 4.
 
         Args:
             lengths_of: gives the lengths of the rows of a tensor `(number, tokens, ...)` where no mask is given.
@@ -113,6 +115,8 @@ class Rows:
             return cls(tuple(given), tensors, len(sizes), sizes, is_flat=True, whole=whole)
         places = [kwargs, *(each for each in args if isinstance(each, dict))]
         number, mask = tensors[0].shape[0], next((each[MASK] for each in places if MASK in each), None)
+        if isinstance(at := kwargs.get(PLACES), torch.Tensor) and at.dim() == 3:
+            mask = (at >= 0).any(-1)
         is_mask = isinstance(mask, torch.Tensor) and mask.dim() == 2 and tensors[0].shape[:2] == mask.shape
         lengths = lengths_of_mask(mask) if is_mask and isinstance(mask, torch.Tensor) and number else None
         for tensor in tensors if not is_mask and number else ():
@@ -192,13 +196,15 @@ class Rows:
         return replace(self.some(chosen), given=given, tensors=tensors, whole=whole)
 
     def share_of(self, tensor: torch.Tensor) -> int:
-        """Return how many of a flat call's patches have one entry in a tensor; 0 if it has one for each row."""
-        if not self.is_flat or self.has_rows(tensor) or not tensor.dim() or not tensor.shape[0]:
+        """Return how many tokens or patches have one entry where the rows of a tensor lie one behind the other.
+
+        0 if it has one for each row, or its entries are none of rows.
+        """
+        if self.lengths is None or self.has_rows(tensor) or not tensor.dim() or not tensor.shape[0]:
             return 0
-        assert self.lengths is not None
         share, rest = divmod(int(self.lengths.sum()), tensor.shape[0])
         # No entry may come from the patches of two rows.
-        return 0 if rest or (self.lengths % share).any() else share
+        return 0 if rest or not share or (self.lengths % share).any() else share
 
     def rows_of(self, tensor: torch.Tensor, rows: Array) -> torch.Tensor:
         """Return the entries of some rows in an argument or an output of the call."""
@@ -283,7 +289,7 @@ class Rows:
             yield from [None] * self.number
 
     def _is_flat(self, tensor: torch.Tensor) -> bool:
-        return self.share_of(tensor) == 1
+        return self.is_flat and self.share_of(tensor) == 1
 
     def _token_dims(self, tensor: torch.Tensor) -> tuple[int, ...]:
         """Return the dimensions of an argument that go on with the padded length, for each row or for all alike."""

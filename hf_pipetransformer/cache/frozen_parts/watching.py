@@ -354,9 +354,9 @@ class Watch:
         picks = tuple(Pick(number, is_first) for number, is_first in sorted(call.notes.items()))
         if plan.is_of_script:
             # Not called again: rows are what they are in the batch, padding included.
-            shares = {call.template.shares[pick.number] for pick in picks} if rows.is_flat else {1}
-            plan.reading = Reading(picks, rows.is_flat, max(shares))
-            return None if len(shares) == 1 and 0 not in shares else "gives outputs of other rows"
+            shares = {call.template.shares[pick.number] for pick in picks}
+            plan.reading = Reading(picks, share=max(shares))
+            return None if len(shares) == 1 else "gives outputs of other rows"
         tolerance = OTHER_BATCH_TOLERANCE[self._precision]
 
         def read(leaves: Sequence[torch.Tensor], length: int | None = None) -> list[torch.Tensor]:
@@ -374,12 +374,13 @@ class Watch:
 
         def has_tokens(pick: Pick) -> bool:
             own = expected[pick.number]
-            return not pick.is_first and rows.lengths is not None and own.dim() > 1 and own.shape[1] == rows.length
+            has_lengths = not pick.is_first and rows.lengths is not None and own.dim() > 1
+            return has_lengths and rows.has_rows(own) and own.shape[1] == rows.length
 
         shares = {rows.share_of(expected[pick.number]) for pick in picks}
-        if rows.is_flat and (len(shares) > 1 or 0 in shares):
+        if len(shares) > 1:
             return f"gives outputs of 1/{sorted(shares)} of its patches, expected one number for all that is read"
-        if not rows.is_flat and any(expected[pick.number].shape[:1] != (rows.number,) for pick in picks):
+        if 0 in shares and any(expected[pick.number].shape[:1] != (rows.number,) for pick in picks):
             return no_row_each([expected[pick.number] for pick in picks], rows.number)
         # A single row cannot change places, so it comes twice.
         order = everything[::-1].copy() if rows.number > 1 else np.array([0, 0])
@@ -388,7 +389,7 @@ class Watch:
             found = read(call.computed(chosen, None, {}))
             if any_differs(found, [rows.rows_of(each, chosen) for each in read(expected)], tolerance):
                 return OTHERS
-        plan.reading = Reading(picks, rows.is_flat, max(shares) if rows.is_flat else 1)
+        plan.reading = Reading(picks, share=max(shares))
         plan.reading.records(expected, rows)
         if not rows.is_padded or rows.lengths is None:
             return None

@@ -135,3 +135,17 @@ def test_images_that_lie_one_behind_the_other_are_known_by_their_own_patches() -
     assert torch.equal(taken, patches[8:]) and torch.equal(kwargs["grid_thw"], grid[1:])
     merged = torch.arange(6)
     assert both.share_of(merged) == 4 and both.rows_of(merged, np.array([1, 0])).tolist() == [2, 3, 4, 5, 0, 1]
+
+
+def test_rows_of_padded_images_may_give_entries_one_behind_the_other() -> None:
+    """As Gemma 4's tower does, which leaves out padding: its places are -1."""
+    places = torch.full((2, 16, 2), -1)
+    places[0, :8], places[1, :16] = 0, 1
+    both = Rows.of((torch.rand(2, 16, 3),), {"pixel_position_ids": places})
+    assert both.number == 2 and not both.is_flat and both.lengths is not None and both.lengths.tolist() == [8, 16]
+    pooled = torch.arange(6)
+    assert both.share_of(pooled) == 4 and both.rows_of(pooled, np.array([1, 0])).tolist() == [2, 3, 4, 5, 0, 1]
+    assert both.share_of(torch.rand(2, 5)) == both.share_of(torch.rand(5)) == both.share_of(torch.rand(48)) == 0
+    # Places are an argument like others: each image has its own in the hash.
+    alone = Rows.of((both.tensors[0][1:],), {"pixel_position_ids": places[1:]})
+    assert alone.digests(b"").tolist() == both.digests(b"").tolist()[1:]
