@@ -97,9 +97,12 @@ def record_table() -> str:
     whole = sorted(name for name, found in by_type.items() if "equal" in found and "refused" not in found)
     partly = sorted(name for name, found in by_type.items() if {"equal", "refused"} <= found)
     lines += ["", *wrap(f"All classes are split of {', '.join(whole)}; some of {', '.join(partly)}.", LINE)]
+    num_shared = sum(found.get("shared") == "equal" for found in record["classes"].values())
     for outcome, what in columns.items():
         if outcome in of_images:
-            lines += ["", *wrap(f"With images beside text, {what}: {', '.join(sorted(of_images[outcome]))}.", LINE)]
+            names = sorted(of_images[outcome])
+            where = f" ({num_shared} of {len(names)} on two replicas, too)" if outcome == "equal" else ""
+            lines += ["", *wrap(f"With images beside text, {what}{where}: {', '.join(names)}.", LINE)]
     return "".join(f"{line}\n" for line in lines)
 
 
