@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
+from hf_pipetransformer.cache.frozen_parts.state import nothing_collected
 from hf_pipetransformer.cache.frozen_parts.values import (
     NotStorableError,
     Rows,
@@ -184,7 +185,7 @@ class PartCall:
         """
         outputs = {} if known is None else known
         if id(self) not in outputs:
-            with generators_kept(), self.modes.entered(has_gradients=False):
+            with generators_kept(), nothing_collected(), self.modes.entered(has_gradients=False):
                 outputs[id(self)] = tensors_of(self.part.compute(*self.arguments(rows, length, outputs)))
         return outputs[id(self)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -63,7 +63,7 @@ class Reading:
     def has_lengths(self) -> bool:
         return self.share > 0 or self.is_by_token
 
-    def records(self, leaves: Sequence[torch.Tensor], rows: Rows) -> torch.Tensor:
+    def records(self, leaves: Sequence[torch.Tensor] | Mapping[int, torch.Tensor], rows: Rows) -> torch.Tensor:
         """Return the records `(rows, tokens, values)` of output tensors; without tokens a row's values are in a line.
 
         Raises:

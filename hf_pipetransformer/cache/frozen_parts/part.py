@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from hf_pipetransformer.cache.frozen_parts.call import Deferred, Modes, PartCall, Template, undeferred
-from hf_pipetransformer.cache.frozen_parts.state import ModuleState
+from hf_pipetransformer.cache.frozen_parts.state import ModuleState, collected
 from hf_pipetransformer.cache.frozen_parts.values import (
     MASKS,
     NotStorableError,
@@ -159,6 +160,10 @@ class FrozenPart:
         self._own = module.forward
         self.state = ModuleState(module, self._own)
         self._templates: dict[bytes, Template] = {}
+        self._of_all = set[tuple[int, int, torch.Size]]()
+        """Arguments that belong to all rows: how many there are, the number of this one, and its shape."""
+        self._is_collected: dict[frozenset[str], bool] = {}
+        """Whether transformers collects outputs of modules inside, by the names of what it is asked for."""
         self._marks = self._present_marks()
 
     def standing_in(self) -> AbstractContextManager[None]:
@@ -200,8 +205,12 @@ class FrozenPart:
             return self.compute(_plain(args), _plain(kwargs))
 
     def _deferred(self, args: Any, kwargs: Any) -> Any:
+        if (wanted := collected()) and self._is_collected.get(frozenset(wanted), True):
+            output = self.compute(_plain(args), _plain(kwargs))
+            self._is_collected[frozenset(wanted)] = collected() != wanted
+            return output
         args, kwargs = passed_on(args), passed_on(kwargs)
-        rows = self.step.rows(args, kwargs)
+        rows = self.rows(args, kwargs)
         given = (each for each in rows.tensors if type(each) is not Deferred)
         is_free = not (torch.is_grad_enabled() and any(each.requires_grad for each in given))
         serves = self.records is None or self.records.serves(self.step)
@@ -235,6 +244,17 @@ class FrozenPart:
             call.keep()
         output = call.template.output(call)
         return output if self.step.defers else undeferred(output)
+
+    def rows(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rows:
+        """Return a call's arguments row by row; raises like `Rows.of`.
+
+        An argument that once had other entries than rows belongs to all rows, also where it has as many by chance.
+        """
+        rows = self.step.rows(args, kwargs)
+        places = [(len(rows.tensors), number, each.shape) for number, each in enumerate(rows.tensors)]
+        pairs = list(zip(places, rows.tensors, strict=True))
+        self._of_all |= {place for place, each in pairs if not rows.is_by_row(each)}
+        return replace(rows, whole=rows.whole | {id(each) for place, each in pairs if place in self._of_all})
 
     def has_changed_since(self, call: PartCall) -> bool:
         """Return True if a call would compute something else by now."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from hf_pipetransformer.cache.frozen_parts.values import Rows
 
 
+Leaves = Sequence[torch.Tensor] | Mapping[int, torch.Tensor]
+"""Outputs of a part by their numbers."""
 CHECK_EVERY = 32
 MOST_UNCHECKED = 256
 """Calls with records after which a row of one is computed again; of the first in each state, all rows are.
@@ -144,6 +146,8 @@ class Records:
     """Calls with records, by the state and the modes of the part."""
     _num_unchecked: int = field(default=0, init=False)
     """Calls with records since rows of one were computed again."""
+    _most_checked: int = field(default=0, init=False)
+    """Rows of the largest call that was computed as a whole, and was what was read."""
     num_distrusted: int = field(default=0, init=False)
     """How often records were found to hold no more."""
     _seen: set[bytes] | None = field(default=None, init=False)
@@ -213,6 +217,8 @@ class Records:
         number = self._num_calls[kind] + 1
         # Where records were wrong once, none is used unseen for a while.
         is_whole = number == 1 or (self.num_distrusted > 0 and number < CHECK_EVERY)
+        # What depends on the company of a row shows only where it has some.
+        is_whole |= call.rows.number > self._most_checked
         # A check reads no sample that the loader has left unread.
         if is_whole and not call.is_given:
             return None
@@ -241,6 +247,7 @@ class Records:
                 self.distrust()
                 return None
             self._last, self._num_unchecked = call.sample(1), 0
+            self._most_checked = max(self._most_checked, len(rows))
         call.counted = int(is_hit.sum()), len(missing)
         self._count(*call.counted)
         return outputs
@@ -282,18 +289,21 @@ class Records:
                 rows = np.array([row for row in rows.tolist() if names[row] in self._seen], np.int64)
                 self._seen.update(names)
             if len(rows):
-                own = [call.rows.rows_of(leaf, rows) for leaf in leaves]
-                self._write(call, own, call.rows.some(rows), rows)
+                self._write(call, self._rows_of(call, leaves, rows), call.rows.some(rows), rows)
         # Not stored; what was computed is right.
         except NotStorableError:
             return
+
+    def _rows_of(self, call: PartCall, leaves: Sequence[torch.Tensor], rows: Array) -> dict[int, torch.Tensor]:
+        """Return some rows of what is read of the outputs, by their numbers; others may have no rows."""
+        return {pick.number: call.rows.rows_of(leaves[pick.number], rows) for pick in self.reading.picks}
 
     def _agrees(self, call: PartCall, leaves: Sequence[torch.Tensor], places: Array, is_hit: Array) -> bool:
         records = self.store.read(places[is_hit], self.reading.num_tokens(call))
         if records is None:
             return True
         chosen = np.flatnonzero(is_hit)
-        computed = [call.rows.rows_of(leaf, chosen) for leaf in leaves]
+        computed = self._rows_of(call, leaves, chosen)
         agrees = self._are_same(call, chosen, self._outputs(call, is_hit, records), computed)
         if agrees:
             self._agreed.update(places[is_hit].tolist())
@@ -311,7 +321,7 @@ class Records:
         """True if some of what is stored was asked for once more."""
         return self.counts.hits > 0 or bool(self._agreed)
 
-    def _write(self, call: PartCall, leaves: Sequence[torch.Tensor], rows: Rows, chosen: Array) -> torch.Tensor:
+    def _write(self, call: PartCall, leaves: Leaves, rows: Rows, chosen: Array) -> torch.Tensor:
         """Store the records of computed outputs of some rows, and return them."""
         records = self.reading.records(leaves, rows)
         lengths = self.reading.lengths(rows, records.shape[1])
@@ -331,9 +341,7 @@ class Records:
 
     # ---- checks ----
 
-    def _are_same(
-        self, call: PartCall, rows: Array, outputs: dict[int, torch.Tensor], computed: Sequence[torch.Tensor]
-    ) -> bool:
+    def _are_same(self, call: PartCall, rows: Array, outputs: dict[int, torch.Tensor], computed: Leaves) -> bool:
         """Return True if what a call is given for some of its rows is what was computed for these rows."""
         for pick in self.reading.picks:
             found, expected = call.rows.rows_of(outputs[pick.number], rows).cpu(), pick.of(computed[pick.number]).cpu()

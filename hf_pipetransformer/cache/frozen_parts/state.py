@@ -20,6 +20,7 @@ import xxhash
 from torch import nn
 from torch.nn.modules.module import _global_backward_hooks, _global_forward_hooks, _global_forward_pre_hooks
 from torch.utils._pytree import tree_leaves
+from transformers.utils.output_capturing import _active_collector
 
 from hf_pipetransformer.cache.chain import NOT_SETTINGS
 from hf_pipetransformer.cache.frozen_parts.values import version_of
@@ -201,6 +202,21 @@ class ModuleState:
                 if name != "forward" and (isinstance(value, (FunctionType, MethodType, partial)) or name == "_hf_hook")
             )
         )
+
+
+def collected() -> dict[str, int]:
+    """Return what transformers collects in the forward in progress, such as attentions, and how many it has so far."""
+    return {name: len(found) for name, found in (_active_collector.get() or {}).items()}
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Let modules compute inside without a trace in what transformers collects."""
+    token = _active_collector.set(None)
+    try:
+        yield
+    finally:
+        _active_collector.reset(token)
 
 
 def _hooks_of_others(hooks: Mapping[int, Any]) -> list[Any]:

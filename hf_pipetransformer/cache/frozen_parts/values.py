@@ -74,6 +74,7 @@ class Rows:
         number: rows of the tensors that have one for each image, tile, sound or text.
         lengths: `(number,)` tokens, frames or patches of each row up to its padding; None if rows are not padded.
         is_flat: True if rows lie one behind the other in the first tensor, as patches of images beside a grid of them.
+        has_places: True if patches have places, by which outputs may leave out those that are padding.
         whole: `id`s of tensors that belong to all rows, however many entries they have, such as buffers.
     """
 
@@ -82,6 +83,7 @@ class Rows:
     number: int
     lengths: Array | None = None
     is_flat: bool = False
+    has_places: bool = False
     whole: frozenset[int] = frozenset()
 
     @classmethod
@@ -115,15 +117,16 @@ class Rows:
             return cls(tuple(given), tensors, len(sizes), sizes, is_flat=True, whole=whole)
         places = [kwargs, *(each for each in args if isinstance(each, dict))]
         number, mask = tensors[0].shape[0], next((each[MASK] for each in places if MASK in each), None)
-        if isinstance(at := kwargs.get(PLACES), torch.Tensor) and at.dim() == 3:
-            mask = (at >= 0).any(-1)
+        patches, has_places = kwargs.get(PLACES), False
+        if isinstance(patches, torch.Tensor) and patches.dim() == 3:
+            mask, has_places = (patches >= 0).any(-1), True
         is_mask = isinstance(mask, torch.Tensor) and mask.dim() == 2 and tensors[0].shape[:2] == mask.shape
         lengths = lengths_of_mask(mask) if is_mask and isinstance(mask, torch.Tensor) and number else None
         for tensor in tensors if not is_mask and number else ():
             lengths = lengths_of(tensor) if lengths is None and tensor.shape[:1] == (number,) else lengths
         if lengths is not None and (len(lengths) != number or tensors[0].dim() < 2):
             lengths = None
-        return cls(tuple(given), tensors, number, lengths, whole=whole)
+        return cls(tuple(given), tensors, number, lengths, has_places=has_places, whole=whole)
 
     @property
     def length(self) -> int:
@@ -159,7 +162,7 @@ class Rows:
             other = instead(tensor)
             if other is not None:
                 return other
-            found = self.rows_of(tensor, rows) if self.has_rows(tensor) or self._is_flat(tensor) else tensor
+            found = self.rows_of(tensor, rows) if self.is_by_row(tensor) else tensor
             if length is not None:
                 for dim in self._token_dims(tensor):
                     found = found.narrow(dim, 0, length)
@@ -186,13 +189,13 @@ class Rows:
             other = instead(tensor)
             if other is not None:
                 return other
-            has_rows = self.has_rows(tensor) or self._is_flat(tensor)
-            return (self.rows_of(tensor, chosen) if has_rows else tensor.clone()).detach()
+            return (self.rows_of(tensor, chosen) if self.is_by_row(tensor) else tensor.clone()).detach()
 
         given: Any = rebuilt(self.given, copy)
         tensors = tuple(tensors_of(given))
         pairs = zip(self.tensors, tensors, strict=True)
-        whole = frozenset(id(new) for old, new in pairs if id(old) in self.whole)
+        # A few rows may be as many as the entries of a tensor that belongs to all.
+        whole = frozenset(id(new) for old, new in pairs if not self.is_by_row(old))
         return replace(self.some(chosen), given=given, tensors=tensors, whole=whole)
 
     def share_of(self, tensor: torch.Tensor) -> int:
@@ -200,7 +203,9 @@ class Rows:
 
         0 if it has one for each row, or its entries are none of rows.
         """
-        if self.lengths is None or self.has_rows(tensor) or not tensor.dim() or not tensor.shape[0]:
+        if self.lengths is None or not (self.is_flat or self.has_places):
+            return 0
+        if self.has_rows(tensor) or not tensor.dim() or not tensor.shape[0]:
             return 0
         share, rest = divmod(int(self.lengths.sum()), tensor.shape[0])
         # No entry may come from the patches of two rows.
@@ -299,6 +304,10 @@ class Rows:
         if tensor.dim() == 4 and tensor.shape[3] == length and tensor.shape[2] in (1, length):
             return (2, 3) if tensor.shape[2] == length else (3,)  # A mask of pairs of tokens.
         return (1,) if tensor.shape[1] == length else ()
+
+    def is_by_row(self, tensor: torch.Tensor) -> bool:
+        """Return True for an argument of which each row has a share of its own."""
+        return self.has_rows(tensor) or self._is_flat(tensor)
 
     def has_rows(self, tensor: torch.Tensor) -> bool:
         return tensor.dim() > 0 and tensor.shape[0] == self.number and id(tensor) not in self.whole

@@ -31,7 +31,7 @@ from hf_pipetransformer.cache.frozen_parts.call import (
 from hf_pipetransformer.cache.frozen_parts.contents import Pick, Reading
 from hf_pipetransformer.cache.frozen_parts.part import FrozenPart, PresentStep, memory_of, passed_on, standing
 from hf_pipetransformer.cache.frozen_parts.served import Form, Plan
-from hf_pipetransformer.cache.frozen_parts.state import is_script_free
+from hf_pipetransformer.cache.frozen_parts.state import collected, is_script_free
 from hf_pipetransformer.cache.frozen_parts.values import NotStorableError, Rows, no_row_each, tensors_of
 from hf_pipetransformer.data.effects import buffers_kept, effects_of, modes_kept
 from hf_pipetransformer.data.rng import generators_kept, random_state, same_states
@@ -180,6 +180,7 @@ class Watch:
         buffers = [(id(each), version_of_given(each)) for each in part.module.buffers()]
         drawn = random_state(device)
         is_own = all(map(self.step.is_known, tensors))
+        before = collected()
         start = _now()
         with part.state.hooks_seen():
             output = part.compute(plain_args, plain_kwargs)
@@ -192,6 +193,9 @@ class Watch:
             why_not = STATISTICS
         elif part.state.digest != state:
             why_not = "changes its own attributes"
+        elif collected() != before:
+            names = ", ".join(sorted(name for name, number in collected().items() if number != before[name]))
+            why_not = f"has modules whose {names} the model returns, which no stored output has"
         elif (hook := part.state.hooked) is not None:
             why_not = f"has a hook on {hook} that stored outputs would pass by"
         seen = self._seen.get(part.name)
@@ -204,7 +208,7 @@ class Watch:
             leaves = tensors_of(output)
             if any(map(_is_trained, leaves)):
                 raise NotStorableError("computes with parameters that are trained elsewhere")
-            call = PartCall(part, self.step.rows(args, kwargs), Modes.present(), leaves)
+            call = PartCall(part, part.rows(args, kwargs), Modes.present(), leaves)
             if not call.rows.number:
                 raise NotStorableError("gets an empty batch")
             call.template = Template(output, call.rows)
