@@ -100,7 +100,8 @@ class StageRunner:
     """Runner that cuts batches into micro-batches and runs them through this rank's part of the pipeline.
 
     `shifts_labels` is True for next-token losses, where the first label of a sequence does not count. `called` gives a
-    forward of the model these inputs, as Trainer's wrapped model does.
+    forward of the model these inputs, as Trainer's wrapped model does. `untried` are media that the stages were not
+    tried with.
     """
 
     def __init__(
@@ -111,10 +112,11 @@ class StageRunner:
         scope: LossScope,
         shifts_labels: bool,
         called: Callable[[Callable[..., Any], Mapping[str, Any]], Any],
+        untried: frozenset[str] = frozenset(),
     ) -> None:
         layout = stage.layout
         self.stage = stage
-        self.called = called
+        self.called, self._untried = called, untried
         self.present: LossCall | None = None
         """Loss that is being computed for a whole batch."""
         self.activation = activation
@@ -431,6 +433,12 @@ class StageRunner:
 
         `on_host`: what was read of each, if the batch is on the device.
         """
+        if found := self._untried & batch.inputs.names:
+            raise ValueError(
+                f"A batch has {', '.join(sorted(found))}, with which the stages of this model were not tried, since no "
+                "sample of the first batch has any. Let the data set begin with one, use larger batches, or another "
+                "seed."
+            )
         media, is_alone = self.stage.view.structure.media, self.stage.groups.pipeline_size == 1
         if media is not None and media.names & batch.inputs.names:
             num_microbatches = 1  # A batch that was collated whole, whose images have no row for each sample.

@@ -156,7 +156,7 @@ class Pipeline:
         self.stage = stage
         found, activation = self.start_up, self.start_up.probe.activation
         scope, shifts, called = found.plans.scope, self.shifts_labels, self.shell.called
-        self.runner = StageRunner(stage, activation, found.loss_rule, scope, shifts, called)
+        self.runner = StageRunner(stage, activation, found.loss_rule, scope, shifts, called, found.untried_media)
         # One stage runs the model's own forward, for which nothing has to be cut.
         self.shell.runner = self.runner if stage.layout.pipeline_size > 1 else None
 

@@ -474,6 +474,12 @@ class StartUp:
     reads_first: bool = False
 
     @property
+    def untried_media(self) -> frozenset[str]:
+        """Names of media that the model takes and no sample of the first batch has; empty if one has some."""
+        media = self.probe.structure.media
+        return frozenset() if media is None or media.names & self.samples.names else media.names
+
+    @property
     def record_length(self) -> int:
         """Positions in a record of the activation cache, of a sample without tokens or of the longest."""
         return 1 if self.reads_first else int(self.probe.activation.hidden_shape[0])

@@ -36,7 +36,7 @@ class FirstBatch:
 
     Args:
         num_samples: number of samples that it was made of; None if nobody tells.
-        media: names of what has no row for each sample, if the model takes images, videos or sounds beside tokens.
+        media: names in it of what has no row for each sample: images, videos or sounds beside tokens.
         collated: collates some of its samples by themselves, which cannot be cut from it then; None if nobody can.
     """
 
@@ -72,12 +72,6 @@ def probe_samples(
     if not size:
         raise ValueError("The data set is empty: expected at least one sample.")
     check_rows(batch, size, main_input)
-    if first.media and not first.media & batch.names:
-        raise ValueError(
-            f"No sample of the first batch has {', '.join(sorted(first.media))}: expected one with images, videos or "
-            "sounds, with which the stages of this model are tried. Let the data set begin with it, use larger "
-            "batches, or another seed."
-        )
     found = batch
     if batch.num_rows > most:
         found = first.read(most) if first.media else take_rows(batch, torch.arange(most))

@@ -185,12 +185,17 @@ class PipelineBuilder:
         if isinstance(given, Request):
             begun, names = self._begin(given), frozenset() if media is None else media.names
             collated = begun.collated if begun.samples else None
-            first = FirstBatch(begun.batch, begun.num_samples, names, collated)
+            first = FirstBatch(begun.batch, begun.num_samples, names & begun.batch.names, collated)
         else:
             first = FirstBatch(note_samples(given, None, rows))
         parts = (first, main_input_of(trainer.model), count, most_samples(args, may_slice_head))
         # Of rank 0 for all: findings on different samples could lead ranks to different decisions.
         samples = topology.decide(lambda: probe_samples(*parts))
+        if media is not None and not media.names & samples.names and topology.rank == 0:
+            logger.warning(
+                f"No sample of the first batch has {', '.join(sorted(media.names))}: stages are tried and cut with text "
+                "alone, and a batch with images, videos or sounds would end the run."
+            )
         if is_training and (args.head_slices or 1) > 1 and why_whole is not None:
             raise ValueError(
                 f"pipeline_head_slices={args.head_slices} would change the numbers: {why_whole}. Leave the option out."

@@ -224,7 +224,7 @@ def explaining_loss(trainer: Trainer, inputs: Mapping[str, Any]) -> Iterator[Non
     """Wrap a loss of a batch; of what it raises for want of an input, a label or a weight to train, name the cause.
 
     Raises:
-        ValueError: with the cause, from the error that showed it.
+        ValueError: with the cause, from the error that showed it, and of its kind if Trainer may take the run over.
     """
     try:
         yield
@@ -232,7 +232,9 @@ def explaining_loss(trainer: Trainer, inputs: Mapping[str, Any]) -> Iterator[Non
         reason = _why_no_loss(trainer, sorted(inputs), error)
         if reason is None:
             raise
-        raise ValueError(reason) from error
+        # What stages cannot train Trainer may.
+        kind = type(error) if isinstance(error, LEFT_TO_TRAINER) else ValueError
+        raise kind(reason) from error
 
 
 def _why_no_loss(trainer: Trainer, names: list[str], error: Exception) -> str | None:

@@ -188,10 +188,25 @@ def logged(trainer: Trainer) -> list[float]:
     return [entry[key] for entry in trainer.state.log_history for key in ("loss", "grad_norm") if key in entry]
 
 
-def test_a_first_batch_of_text_alone_is_refused_before_a_step(tmp_path: Path) -> None:
-    trainer = make_trainer(MediaCase("llava", "trained", 2), (1, 1), tmp_path)
-    trainer.train_dataset = [row for row in trainer.train_dataset if not row["images"]]  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match="No sample of the first batch has pixel_values: expected one with images"):
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
+def test_text_alone_follows_trainer_and_a_later_image_ends_the_run(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Checkpoints that take images are trained on text, too."""
+    case, found = MediaCase(name, "trained", 2), {}
+    for layout in (None, (1, 1)):
+        trainer = make_trainer(case, layout, tmp_path / str(layout))
+        with_images = trainer.train_dataset
+        texts = [row for row in with_images if not row["images"]]  # type: ignore[union-attr]
+        trainer.train_dataset = texts * 8
+        found[layout] = logged(trainer)
+    assert len(found[None]) == 2 * STEPS and found[1, 1] == pytest.approx(found[None], rel=1e-5)
+    assert "stages are tried and cut with text alone" in caplog.text
+    trainer = make_trainer(case, (1, 1), tmp_path / "later")
+    trainer.args.train_sampling_strategy = "sequential"
+    trainer.train_dataset = [*texts * 8, *with_images]  # type: ignore[misc]
+    trainer.args.max_steps = 100
+    with pytest.raises(ValueError, match="with which the stages of this model were not tried, since no sample"):
         trainer.train()
 
 
