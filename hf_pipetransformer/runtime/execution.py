@@ -435,9 +435,9 @@ class StageRunner:
         """
         if found := self._untried & batch.inputs.names:
             raise ValueError(
-                f"A batch has {', '.join(sorted(found))}, with which the stages of this model were not tried, since no "
-                "sample of the first batch has any. Let the data set begin with one, use larger batches, or another "
-                "seed."
+                f"A batch has {', '.join(sorted(found))}, with which the stages of this model were not tried, since "
+                "no sample of the first batch has any. Let the data set begin with one, use larger batches, or "
+                "another seed."
             )
         media, is_alone = self.stage.view.structure.media, self.stage.groups.pipeline_size == 1
         if media is not None and media.names & batch.inputs.names:

@@ -45,6 +45,13 @@ class PipelineShell(nn.Module):
         """How calls from elsewhere are run."""
         self._slots: ParameterSlots | None = None
 
+    def __getattr__(self, name: str) -> Any:
+        """Return what the model has under a name that is not the wrapper's, as in Trainer on one process."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
     @contextmanager
     def predicting(self, runner: StageRunner | None, prediction: Prediction) -> Iterator[None]:
         """Run calls from elsewhere inside by `runner`, None for the model's own forward, and as `prediction` says."""

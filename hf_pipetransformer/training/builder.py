@@ -193,8 +193,8 @@ class PipelineBuilder:
         samples = topology.decide(lambda: probe_samples(*parts))
         if media is not None and not media.names & samples.names and topology.rank == 0:
             logger.warning(
-                f"No sample of the first batch has {', '.join(sorted(media.names))}: stages are tried and cut with text "
-                "alone, and a batch with images, videos or sounds would end the run."
+                f"No sample of the first batch has {', '.join(sorted(media.names))}: stages are tried and cut with "
+                "text alone, and a batch with images, videos or sounds would end the run."
             )
         if is_training and (args.head_slices or 1) > 1 and why_whole is not None:
             raise ValueError(

@@ -19,7 +19,7 @@ from hf_pipetransformer.report import logger
 
 
 if TYPE_CHECKING:
-    from hf_pipetransformer.comm.topology import Topology
+    from hf_pipetransformer.comm.topology import PipelineGroups, Topology
 
 
 _LARGEST = 2**20
@@ -40,7 +40,8 @@ class LossGains:
         self._entries: list[dict[str, Any]] = []
         self._changed: set[str] = set()
         self._has_warned = False
-        self._is_watching = trainer_compat.is_overridden(trainer, "compute_loss")
+        is_own = trainer_compat.is_overridden(trainer, "compute_loss")
+        self._is_watching = is_own or trainer.compute_loss_func is not None
 
     def note_log(self, logs: dict[str, float]) -> None:
         """Keep a log entry that the loss makes inside a step, for all ranks to log."""
@@ -57,11 +58,13 @@ class LossGains:
         yield
         self._changed |= {name for name, digest in self._digests().items() if digest != before.get(name)}
 
-    def share(self, is_source: bool) -> None:
-        """Bring what the loss has left on the one rank with `is_source` to all. Collective: call on every rank."""
+    def share(self, groups: PipelineGroups) -> None:
+        """Bring what the loss has left on the last stage to all ranks. Collective: call on every rank."""
+        if groups.pipeline_size == 1 or not self._is_watching:
+            return
         trainer, own = self._trainer, vars(self._trainer)
         message: dict[str, Any] | None = None
-        if is_source:
+        if is_source := groups.is_last and groups.replica == 0:
             trees = {name: as_tree(own[name]) for name in sorted(self._changed & own.keys())}
             unseen = [f"self.{name} ({type(own[name]).__name__})" for name, tree in trees.items() if tree is _NO_TREE]
             attributes = {name: tree for name, tree in trees.items() if tree is not _NO_TREE}
@@ -76,7 +79,7 @@ class LossGains:
             logger.warning(
                 f"compute_loss uses {' and '.join(message['unseen'])}. With several stages only the process of the "
                 f"last one (rank {source}) sees it change: keep numbers, tensors, lists or dicts of them on the "
-                "trainer, which every process gets before an entry is logged, or read it on that rank."
+                "trainer, which every process gets after each batch, or read it on that rank."
             )
         self._has_warned |= bool(message["unseen"])
         self._entries, self._changed = [], set()

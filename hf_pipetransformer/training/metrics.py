@@ -14,7 +14,7 @@ from transformers.trainer_utils import denumpify_detensorize
 
 from hf_pipetransformer.comm.errors import PipelineError
 from hf_pipetransformer.comm.transfers import pack
-from hf_pipetransformer.compat import trainer_compat, trl_compat
+from hf_pipetransformer.compat import trl_compat
 from hf_pipetransformer.data.batches import SampleBatch
 from hf_pipetransformer.engine.wrappers import runs_again
 from hf_pipetransformer.report import duration
@@ -120,8 +120,7 @@ class MetricAccumulator:
 
     def publish(self, mode: str, groups: PipelineGroups) -> None:
         """Write the averages over all ranks to the trainer's metrics. Collective: call on every rank."""
-        if groups.pipeline_size > 1 and trainer_compat.is_overridden(self.context.trainer, "compute_loss"):
-            self.context.gains.share(is_source=groups.is_last and groups.replica == 0)
+        self.context.gains.share(groups)
         recorded = trl_compat.metrics(self.context.trainer)
         if recorded is None:
             return

@@ -303,7 +303,10 @@ class SynchronousSteps(Steps):
 
     def run(self, batch: LoaderBatch, is_last_batch: bool) -> torch.Tensor:
         loss = self.pipeline.runner.train(batch, is_last_batch, watches=self._check.begin())
-        return self._check.end(batch, loss, is_last_batch)
+        loss = self._check.end(batch, loss, is_last_batch)
+        # The next call of the loss may read it in front of the model, where the other stages are too.
+        self.context.gains.share(self.pipeline.stage.groups)
+        return loss
 
     def gradient_norm(self) -> torch.Tensor:
         scaler = self.trainer.accelerator.scaler

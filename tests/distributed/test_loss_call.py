@@ -42,6 +42,9 @@ def train_each(folder: Path) -> dict[str, Any]:
     trainer = made(loss_calls.logging, folder / "logging", 2, **STAGES)
     logged(trainer)
     found["logging"] = entries_of(trainer)
+    trainer = made(loss_calls.remembering, folder / "remembering", 2, **STAGES)
+    trainer.args.logging_steps = 3
+    found["remembering"] = logged(trainer)
     trainer = made(loss_calls.mixed, folder / "short", 2, SHORT, **REPLICAS)
     trainer.args.max_steps = 7
     return {**found, "short": logged(trainer)}
@@ -71,6 +74,17 @@ def test_a_replica_without_samples_draws_on_with_the_others(trained: list[dict[s
     expected = logged(plain)
     for found in trained:
         assert found["short"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_a_loss_keeps_reaches_all_ranks_before_its_next_call(
+    trained: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    plain = made(loss_calls.remembering, tmp_path)
+    plain.args.logging_steps = 3
+    expected = logged(plain)
+    assert len(expected) == 2
+    for found in trained:
+        assert found["remembering"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_what_a_loss_logs_is_in_the_log_of_every_rank(trained: list[dict[str, Any]], tmp_path: Path) -> None:

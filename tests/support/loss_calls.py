@@ -23,7 +23,7 @@ LossOf = Callable[[Any, Any, dict[str, torch.Tensor]], torch.Tensor]
 
 class Own(Trainer):
     loss_of: LossOf
-    calls = 0
+    calls = turns = 0
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_kwargs: Any) -> Any:
         self.calls += 1
@@ -48,6 +48,14 @@ def mixed(_trainer: Any, model: Any, batch: dict[str, torch.Tensor]) -> torch.Te
 def counting(trainer: Any, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Weighted by the number of the call."""
     return functional.cross_entropy(model(**_inputs(batch)).logits, batch["labels"]) * trainer.calls
+
+
+def remembering(trainer: Any, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Counts behind the model what the next call reads in front of it, and reads the model's configuration."""
+    ids = (batch["input_ids"] + trainer.turns) % model.config.vocab_size
+    logits = model(input_ids=ids, attention_mask=batch["attention_mask"]).logits
+    trainer.turns += 1 + int(logits[0, 0] > 1e9)
+    return functional.cross_entropy(logits, batch["labels"])
 
 
 def logging(trainer: Any, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
