@@ -90,6 +90,8 @@ class PipelineBuilder:
         """RNG states that one process would have, of a training that is started."""
         self.last_seeded: int | None = None
         """What torch was last seeded with when the last training began, with which evaluations go on."""
+        self.evaluates_first = False
+        """True if the training that starts evaluates before its first step."""
         self._begun: Begun | None = None
         """Data set whose first batch has been read, for a loader that is yet to be made."""
         self._knows_loss = True
@@ -128,7 +130,7 @@ class PipelineBuilder:
     def _begin(self, request: Request) -> Begun:
         """Read the first batch of a request, whose loader goes on from it. Collective: call on every rank."""
         if self._begun is None or not self._begun.is_for(request):
-            self._begun = begin_reading(self.context, request, self.shared_rng, self.last_seeded)
+            self._begun = begin_reading(self.context, request, self.shared_rng, self.last_seeded, self.evaluates_first)
         return self._begun
 
     def inspect_or_leave(self, given: Request | Any, is_training: bool) -> StartUp | None:

@@ -151,7 +151,11 @@ class LateLoader:
 
 
 def begin_reading(
-    context: TrainingContext, request: Request, shared: SharedRngState | None, last_seeded: int | None = None
+    context: TrainingContext,
+    request: Request,
+    shared: SharedRngState | None,
+    last_seeded: int | None = None,
+    is_ahead: bool = False,
 ) -> Begun:
     """Read the first batch of a data set, before the layout is known that it is read under.
 
@@ -159,6 +163,7 @@ def begin_reading(
 
     Args:
         last_seeded: what torch was last seeded with when the run began; None for what it was last seeded with now.
+        is_ahead: True if other random numbers are drawn before those of the order of its samples.
     """
     trainer, topology, args = context.trainer, context.topology, context.args
     dataset, collate = trainer_compat.dataset_and_collator(trainer, request.dataset, request.description)
@@ -171,7 +176,7 @@ def begin_reading(
     kind = StreamReading if is_stream(dataset) else DispatchedReading
     found.reading = reading = kind(reader, link, shared, args.pipeline_timeout, request.is_training)
     start = time.perf_counter()
-    if not is_stream(dataset) and (args.dataloader_num_workers or len(topology.nodes) > 1):
+    if not is_stream(dataset) and (args.dataloader_num_workers or len(topology.nodes) > 1 or is_ahead):
         # Workers read for one replica each, and what is stored on several nodes decides the order of the first epoch
         # too: here a few samples are read that the run reads again.
         size = min(len(dataset), max(2, args.global_batch_size(request.batch_size) // args.world_size))

@@ -156,11 +156,15 @@ class PipelineSession(PipelineBuilder):
         self.is_waiting = True
         return self.late
 
-    def start(self) -> None:
-        """Start the pipeline of a training that waits for it, if one does. Collective: call on every rank."""
+    def start(self, evaluates_first: bool = False) -> None:
+        """Start the pipeline of a training that waits for it, if one does. Collective: call on every rank.
+
+        Args:
+            evaluates_first: True if random numbers of an evaluation are drawn before those of the first epoch.
+        """
         if not self.is_waiting:
             return
-        self.is_waiting = False
+        self.is_waiting, self.evaluates_first = False, evaluates_first
         with self._flags_of_begin():
             if not self._start() or self._max_steps is None:
                 return
@@ -206,7 +210,8 @@ class PipelineSession(PipelineBuilder):
         # Before anything is read or drawn: they go on with what one process would draw.
         self.shared_rng = shared = share_rng_state(context.topology)
         self.last_seeded = context.topology.broadcast(torch.initial_seed())
-        first = late.read_first(shared, is_kept=self.resumption is None) if request is None else None
+        is_new = self.resumption is None and not self.evaluates_first
+        first = late.read_first(shared, is_kept=is_new) if request is None else None
         setup = start_training(self, loader, first)
         if setup is None:
             self.session.cast_to_masters()
@@ -245,7 +250,7 @@ class PipelineSession(PipelineBuilder):
         `request` is what `inspect` takes. False without one to start for, or if the run is left to Trainer.
         """
         # A training that waits for its first batch comes first: its optimizer has the weights as they are.
-        self.start()
+        self.start(evaluates_first=True)
         if self._is_of_this_model and (self._knows_loss or not self._has_labels(request)):
             return True
         start_up = None if request is None else self.inspect_or_leave(request, is_training=False)
@@ -271,6 +276,7 @@ class PipelineSession(PipelineBuilder):
         if persists and request.key in pipeline.persistent_loaders:
             return pipeline.persistent_loaders[str(request.key)]
         begun, self._begun = self._begin(request), None
+        self.evaluates_first = False
         loader = make_loader(self.context, pipeline, begun)
         # Prompts go through the layers token by token.
         is_read = request.is_training or trainer_compat.generates(self.context.trainer)
