@@ -120,8 +120,9 @@ def _smoothed(setup: Setup) -> None:
 
 
 def _own_loss(setup: Setup) -> None:
+    # What is not known of a loss is as Trainer takes it, who adds up the batches of a step.
     setup.mixins.append(pieces.FocalLoss)
-    setup.loss_ignores_num_items = True
+    setup.loss_ignores_num_items = False
 
 
 def _users_optimizer(setup: Setup) -> None:
