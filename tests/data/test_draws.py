@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -130,3 +131,39 @@ def test_a_run_that_will_freeze_draws_as_trainer_does(data: str, tmp_path: Path)
     found, expected = ([entry for entry in losses(run) if entry[0] <= 5] for run in (ours, plain))
     assert [entry[:2] for entry in found] == [entry[:2] for entry in expected]
     assert [entry[2] for entry in found] == pytest.approx([entry[2] for entry in expected], rel=1e-5)
+
+
+class Drawing(torch.utils.data.Sampler[int]):
+    """A sampler of a script's, which draws from the numbers of all when an epoch begins."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(self.size).tolist())
+
+    def __len__(self) -> int:
+        return self.size
+
+
+class OfScript:
+    def _get_train_sampler(self, train_dataset: Any = None) -> Drawing:
+        return Drawing(len(self.train_dataset if train_dataset is None else train_dataset))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("own_loader", [False, True])
+def test_an_evaluation_before_the_first_step_draws_before_it(own_loader: bool, tmp_path: Path) -> None:
+    found = []
+    for kind in (Trainer, PipeTransformerTrainer):
+        own = type("Own", (OfScript, kind), {})
+        trainer = trainer_of("images", own, tmp_path / kind.__name__, eval_on_start=True, **_parts(kind))
+        if own_loader:
+            loader = trainer.get_train_dataloader()
+            trainer.get_train_dataloader = lambda loader=loader: loader
+        trainer.train()
+        found.append(losses(trainer))
+    assert [entry[2] for entry in found[1]] == pytest.approx([entry[2] for entry in found[0]], rel=1e-5)
+
+
+def _parts(kind: type[Trainer]) -> dict[str, int]:
+    return {"pipeline_parallel_num_microbatches": 2} if kind is PipeTransformerTrainer else {}

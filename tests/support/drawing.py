@@ -21,7 +21,7 @@ from transformers import (
     set_seed,
 )
 
-from hf_pipetransformer import PipeTransformerArguments
+from hf_pipetransformer import PipeTransformerArguments, PipeTransformerTrainer
 from tests.support.models import build_model, collate, make_dataset
 
 
@@ -87,7 +87,7 @@ def trainer_of(
         data: "images" or "masks", maybe "seeded masks".
     """
     set_seed(3)
-    kind = TrainingArguments if base is Trainer else PipeTransformerArguments
+    kind = PipeTransformerArguments if issubclass(base, PipeTransformerTrainer) else TrainingArguments
     args = kind(
         output_dir=str(folder), per_device_train_batch_size=GLOBAL_BATCH // world_size,
         per_device_eval_batch_size=GLOBAL_BATCH // world_size, max_steps=NUM_STEPS, eval_strategy="steps",
