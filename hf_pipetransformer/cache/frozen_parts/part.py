@@ -207,7 +207,7 @@ class FrozenPart:
     def _deferred(self, args: Any, kwargs: Any) -> Any:
         if (wanted := collected()) and self._is_collected.get(frozenset(wanted), True):
             output = self.compute(_plain(args), _plain(kwargs))
-            self._is_collected[frozenset(wanted)] = collected() != wanted
+            self.note_collected(wanted)
             return output
         args, kwargs = passed_on(args), passed_on(kwargs)
         rows = self.rows(args, kwargs)
@@ -244,6 +244,12 @@ class FrozenPart:
             call.keep()
         output = call.template.output(call)
         return output if self.step.defers else undeferred(output)
+
+    def note_collected(self, before: dict[str, int]) -> bool:
+        """Note if transformers has collected outputs of modules inside since `before`, and return it."""
+        found = collected() != before
+        self._is_collected[frozenset(before)] = found
+        return found
 
     def rows(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rows:
         """Return a call's arguments row by row; raises like `Rows.of`.

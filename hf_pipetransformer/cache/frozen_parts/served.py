@@ -217,8 +217,8 @@ class Records:
         number = self._num_calls[kind] + 1
         # Where records were wrong once, none is used unseen for a while.
         is_whole = number == 1 or (self.num_distrusted > 0 and number < CHECK_EVERY)
-        # What depends on the company of a row shows only where it has some.
-        is_whole |= call.rows.number > self._most_checked
+        # What depends on the company of a row shows only where it has some, and more of it.
+        is_whole |= call.rows.number >= 2 * self._most_checked
         # A check reads no sample that the loader has left unread.
         if is_whole and not call.is_given:
             return None

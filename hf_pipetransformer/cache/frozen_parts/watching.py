@@ -186,6 +186,7 @@ class Watch:
             output = part.compute(plain_args, plain_kwargs)
         seconds = _now() - start
         draws = not same_states(random_state(device), drawn)
+        is_collected = part.note_collected(before)
         why_not = None
         if [version_of_given(each) for each in tensors] != versions:
             why_not = "writes into its inputs"
@@ -193,7 +194,7 @@ class Watch:
             why_not = STATISTICS
         elif part.state.digest != state:
             why_not = "changes its own attributes"
-        elif collected() != before:
+        elif is_collected:
             names = ", ".join(sorted(name for name, number in collected().items() if number != before[name]))
             why_not = f"has modules whose {names} the model returns, which no stored output has"
         elif (hook := part.state.hooked) is not None:
