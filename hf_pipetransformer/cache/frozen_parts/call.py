@@ -246,6 +246,17 @@ class Template:
         # As the part's own output did, an output may ask for gradients that nobody needs.
         self.likes = [leaf.detach()[:0].clone().requires_grad_(leaf.requires_grad) for leaf in leaves]
 
+    def is_of(self, output: Any, rows: Rows) -> bool:
+        """Return True if outputs that were computed are what this form promises."""
+        leaves = tensors_of(output)
+        if len(leaves) != len(self.likes):
+            return False
+        given = [None if number is None else rows.tensors[number] for number in self._given]
+        return all(
+            (leaf is argument) if argument is not None else list(leaf.shape) == self.shape(number, rows)
+            for number, (leaf, argument) in enumerate(zip(leaves, given, strict=True))
+        )
+
     def shape(self, number: int, rows: Rows) -> list[int]:
         """Return the shape of an output."""
         share, first = self.shares[number], rows.number

@@ -24,6 +24,7 @@ from hf_pipetransformer.cache.frozen_parts.values import (
 )
 from hf_pipetransformer.data.effects import Draws, draw, modes_kept
 from hf_pipetransformer.data.rng import random_state, same_states
+from hf_pipetransformer.report import logger
 
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ class PresentStep:
         self.reads_beyond = set[str]()
         """Names of parts of which the step used outputs that no record has."""
         self.evaluates = self.generates = self.reads_loss_alone = False
+        self.fills = False
+        """True while no record is read: outputs are computed where a part is called, so that their form shows."""
 
     def begin(self, batch: Mapping[str, Any]) -> None:
         """Note the tensors of a batch."""
@@ -162,6 +165,8 @@ class FrozenPart:
         self._templates: dict[bytes, Template] = {}
         self._of_all = set[tuple[int, int, torch.Size]]()
         """Arguments that belong to all rows: how many there are, the number of this one, and its shape."""
+        self._is_irregular = False
+        """True once outputs of one kind of calls were of several forms."""
         self._is_collected: dict[frozenset[str], bool] = {}
         """Whether transformers collects outputs of modules inside, by the names of what it is asked for."""
         self._marks = self._present_marks()
@@ -210,6 +215,8 @@ class FrozenPart:
             self.note_collected(wanted)
             return output
         args, kwargs = passed_on(args), passed_on(kwargs)
+        if self._is_irregular:
+            return self.compute(_plain(args), _plain(kwargs))
         rows = self.rows(args, kwargs)
         given = (each for each in rows.tensors if type(each) is not Deferred)
         is_free = not (torch.is_grad_enabled() and any(each.requires_grad for each in given))
@@ -227,7 +234,7 @@ class FrozenPart:
         call.keys = rows.digests(salt, self.cuts_padding, self.step.keys_of)
         kind = salt + rows.kind(self.cuts_padding)
         known = self._templates.get(kind)
-        if known is not None:
+        if known is not None and not self.step.fills:
             call.template = known
             if self.draws and self.records is not None:
                 # At once, so that what draws next draws as in Trainer.
@@ -240,6 +247,13 @@ class FrozenPart:
                 output, _ = call.compute()
             of_tokens = self.of_tokens if self.cuts_padding else frozenset()
             call.template = Template(output, rows, of_tokens, draws.number if draws else 0)
+            if known is not None and not known.is_of(output, rows):
+                self._is_irregular = True
+                logger.warning(
+                    f"{self.name} gives outputs of another form from batch to batch, which no record shows: it is "
+                    "computed in every epoch."
+                )
+                return output
             self._templates[kind] = call.template
             call.keep()
         output = call.template.output(call)

@@ -146,6 +146,8 @@ class Records:
     """Calls with records, by the state and the modes of the part."""
     _num_unchecked: int = field(default=0, init=False)
     """Calls with records since rows of one were computed again."""
+    fills: bool = field(default=True, init=False)
+    """True up to the end of the epoch in which the first records are written."""
     _most_checked: int = field(default=0, init=False)
     """Rows of the largest call that was computed as a whole, and was what was read."""
     num_distrusted: int = field(default=0, init=False)
@@ -159,6 +161,7 @@ class Records:
         """Look up from here on."""
         self._seen = set() if self.plan.notes_first else None
         self.use_present_weights()
+        self.fills = not len(self.store)
         self.plan.part.records = self
 
     def end(self) -> None:
@@ -307,6 +310,7 @@ class Records:
         agrees = self._are_same(call, chosen, self._outputs(call, is_hit, records), computed)
         if agrees:
             self._agreed.update(places[is_hit].tolist())
+            self._most_checked = max(self._most_checked, len(chosen))
             if len(self._unproven & self._agreed) >= NUM_COMPARED:
                 self._unproven = frozenset()
         return agrees

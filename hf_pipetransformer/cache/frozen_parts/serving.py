@@ -180,6 +180,7 @@ class ServingParts:
                 # A process alone knows all records: it has written them itself or found them when it opened the store.
                 if self.run.topology.is_distributed:
                     records.store.look_again()
+                records.fills = not len(records.store)
                 self._stop_if_useless(records)
 
     def notice_changed_weights(self) -> None:

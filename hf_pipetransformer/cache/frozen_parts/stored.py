@@ -182,6 +182,7 @@ class StoredParts:
     def _looked_up(self, step: PresentStep, inputs: Mapping[str, Any]) -> Iterator[None]:
         """Let calls of the parts come to them inside, and say if they read more than the first step did."""
         step.begin(named(inputs))
+        step.fills = all(records.fills for records in self.served)
         for _, inside in inputs.pieces if isinstance(inputs, SampleBatch) else ():
             step.add(named(inside))
         with ExitStack() as stack:
