@@ -49,6 +49,7 @@ CALLED = {
         "source_key, weight_renamings, weight_converters, base_model_prefix=None, meta_state_dict=None, reverse=False"
     ),
     "transformers:PreTrainedModel._is_stateful": None,
+    "transformers.utils.output_capturing:_active_collector": None,
     "transformers.generation:GenerationMixin._prepare_generation_config": "self, generation_config, kwargs",
     "transformers:Trainer._get_collator_with_removed_columns": "self, data_collator, description=None",
     "transformers:Trainer._get_eval_sampler": "self, eval_dataset",
