@@ -109,8 +109,8 @@ def train(name: str, layout: Layout | None, output: Path) -> End:
         data_collator=collate,
         compute_metrics=Scores(),
     )
-    if layout is None:
-        # Else Trainer takes BERT's loss for one that honours `num_items_in_batch`.
+    if layout is None and type(trainer).compute_loss is Trainer.compute_loss:
+        # Else Trainer takes BERT's loss for one that honours `num_items_in_batch`. One of a script's is followed.
         trainer.model_accepts_loss_kwargs = False
     before = trainer.evaluate()
     trained = trainer.train()

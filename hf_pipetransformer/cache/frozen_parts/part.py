@@ -234,7 +234,9 @@ class FrozenPart:
         call.keys = rows.digests(salt, self.cuts_padding, self.step.keys_of)
         kind = salt + rows.kind(self.cuts_padding)
         known = self._templates.get(kind)
-        if known is not None and not self.step.fills:
+        # Computed as a whole in any case, so that its form is seen first.
+        is_whole = self.step.fills or (self.records is not None and self.records.computes_whole(call))
+        if known is not None and not is_whole:
             call.template = known
             if self.draws and self.records is not None:
                 # At once, so that what draws next draws as in Trainer.

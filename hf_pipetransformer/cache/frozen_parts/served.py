@@ -182,6 +182,12 @@ class Records:
             return True
         return step.reads_loss_alone and not step.generates
 
+    def computes_whole(self, call: PartCall) -> bool:
+        """Return True if a call is computed as under Trainer, since some row has not come out alike twice."""
+        return self.plan.is_of_script and not all(
+            place in self._agreed for place in self.store.find(call.keys).tolist()
+        )
+
     # ---- weights ----
 
     def use_present_weights(self) -> None:
@@ -211,9 +217,8 @@ class Records:
         """Return the outputs of a call that records have, with those of rows that have none computed; None if none."""
         places = self.store.find(call.keys)
         is_hit = places >= 0
-        if self.plan.is_of_script:
-            # It runs for whole batches, as under Trainer, or not at all, once each row has come out alike twice.
-            is_hit &= all(place in self._agreed for place in places.tolist())
+        # Code of the script's runs for whole batches or not at all.
+        is_hit &= not self.computes_whole(call)
         if not is_hit.any() or any(each in self._unproven and each not in self._agreed for each in places.tolist()):
             return None
         kind = call.state + call.modes.precision
