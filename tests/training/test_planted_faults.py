@@ -526,21 +526,21 @@ FAULTS = {
                               told=WRONG.format(5, 8), options={"per_device_train_batch_size": 1}, is_quick=True),
     "padding cut too early": Fault(
         lambda patch: around(patch, Reading, "lengths", lambda own, *args: np.maximum(own(*args) - 1, 1)),
-        after=2, case=TEXTS, is_quick=True,
+        AGAIN, 2, case=TEXTS, is_quick=True,
     ),
     # What a record is known by.
-    "one key for all": Fault(keys(lambda _, found: np.zeros_like(found)), after=2, is_quick=True),
-    "one key for two rows": Fault(keys(two_rows_one_key), after=2, is_quick=True),
-    "key without the second input": Fault(key_without_the_second_input, case=PAIRS, after=2, is_quick=True),
+    "one key for all": Fault(keys(lambda _, found: np.zeros_like(found)), AGAIN, 2, is_quick=True),
+    "one key for two rows": Fault(keys(two_rows_one_key), AGAIN, 2, is_quick=True),
+    "key without the second input": Fault(key_without_the_second_input, AGAIN, 2, case=PAIRS, is_quick=True),
     "key without options": Fault(key_without_options, AGAIN, case=SWITCHED, told=NOT_ALIKE),
     "key without modes": Fault(lambda patch: patch.setattr(Modes, "precision", b""),
                                case=probe(reads=at_times_in_bf16)),
-    "key without the last token": Fault(key_ends_before_the_last_token, case=TEXTS, after=2),
+    "key without the last token": Fault(key_ends_before_the_last_token, AGAIN, 2, case=TEXTS),
     "key without the number of an output": Fault(
         lambda patch: patch.setattr(
             PresentStep, "keys_of", lambda _, each, __: getattr(getattr(each, "call", None), "keys", None)
         ),
-        case=CHAIN, after=1,
+        AGAIN, 1, case=CHAIN,
     ),
     # What changes in the run.
     "attribute unseen": Fault(state_unseen, edit=(8, eps_edited), is_quick=True, **UNSEEN_EDIT),
