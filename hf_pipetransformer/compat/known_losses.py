@@ -22,7 +22,7 @@ from hf_pipetransformer.splitters.base import config_value
 
 
 class KnownLoss(Enum):
-    """What a loss computes of its items, which `items_of` counts: label tokens, or samples."""
+    """Arithmetic of a loss over its items, which `items_of` counts: label tokens, or samples."""
 
     MEAN = "mean"
     """Their mean, whatever `num_items_in_batch` says."""

@@ -526,10 +526,10 @@ FAULTS = {
                               told=WRONG.format(5, 8), options={"per_device_train_batch_size": 1}, is_quick=True),
     "padding cut too early": Fault(
         lambda patch: around(patch, Reading, "lengths", lambda own, *args: np.maximum(own(*args) - 1, 1)),
-        AGAIN, 2, case=TEXTS, is_quick=True,
+        after=2, case=TEXTS, is_quick=True,
     ),
     # What a record is known by.
-    "one key for all": Fault(keys(lambda _, found: np.zeros_like(found)), AGAIN, 2, is_quick=True),
+    "one key for all": Fault(keys(lambda _, found: np.zeros_like(found)), after=2, is_quick=True),
     "one key for two rows": Fault(keys(two_rows_one_key), AGAIN, 2, is_quick=True),
     "key without the second input": Fault(key_without_the_second_input, AGAIN, 2, case=PAIRS, is_quick=True),
     "key without options": Fault(key_without_options, AGAIN, case=SWITCHED, told=NOT_ALIKE),
@@ -540,7 +540,7 @@ FAULTS = {
         lambda patch: patch.setattr(
             PresentStep, "keys_of", lambda _, each, __: getattr(getattr(each, "call", None), "keys", None)
         ),
-        AGAIN, 1, case=CHAIN,
+        case=CHAIN, after=1,
     ),
     # What changes in the run.
     "attribute unseen": Fault(state_unseen, edit=(8, eps_edited), is_quick=True, **UNSEEN_EDIT),

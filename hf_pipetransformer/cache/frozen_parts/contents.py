@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from hf_pipetransformer.cache.frozen_parts.call import PartCall
 
 
+Leaves = Sequence[torch.Tensor] | Mapping[int, torch.Tensor]
+"""Outputs of a part by their numbers."""
+
+
 @dataclass(frozen=True)
 class Pick:
     """An output tensor of a part that the model reads: all of it, or of each row the first position alone."""
@@ -63,7 +67,7 @@ class Reading:
     def has_lengths(self) -> bool:
         return self.share > 0 or self.is_by_token
 
-    def records(self, leaves: Sequence[torch.Tensor] | Mapping[int, torch.Tensor], rows: Rows) -> torch.Tensor:
+    def records(self, leaves: Leaves, rows: Rows) -> torch.Tensor:
         """Return the records `(rows, tokens, values)` of output tensors; without tokens a row's values are in a line.
 
         Raises:

@@ -235,7 +235,7 @@ class FrozenPart:
         kind = salt + rows.kind(self.cuts_padding)
         known = self._templates.get(kind)
         # Computed as a whole in any case, so that its form is seen first.
-        is_whole = self.step.fills or (self.records is not None and self.records.computes_whole(call))
+        is_whole = self.step.fills if self.records is None else self.records.computes_whole(call)
         if known is not None and not is_whole:
             call.template = known
             if self.draws and self.records is not None:

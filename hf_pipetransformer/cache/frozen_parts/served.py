@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -21,13 +21,11 @@ from hf_pipetransformer.report import logger
 if TYPE_CHECKING:
     from hf_pipetransformer.cache.files import Array
     from hf_pipetransformer.cache.frozen_parts.call import PartCall
-    from hf_pipetransformer.cache.frozen_parts.contents import ContentStore, Reading
+    from hf_pipetransformer.cache.frozen_parts.contents import ContentStore, Leaves, Reading
     from hf_pipetransformer.cache.frozen_parts.part import FrozenPart, PresentStep
     from hf_pipetransformer.cache.frozen_parts.values import Rows
 
 
-Leaves = Sequence[torch.Tensor] | Mapping[int, torch.Tensor]
-"""Outputs of a part by their numbers."""
 CHECK_EVERY = 32
 MOST_UNCHECKED = 256
 """Calls with records after which a row of one is computed again; of the first in each state, all rows are.
@@ -183,10 +181,15 @@ class Records:
         return step.reads_loss_alone and not step.generates
 
     def computes_whole(self, call: PartCall) -> bool:
-        """Return True if a call is computed as under Trainer, since some row has not come out alike twice."""
-        return self.plan.is_of_script and not all(
-            place in self._agreed for place in self.store.find(call.keys).tolist()
-        )
+        """Return True if a call is computed as under Trainer.
+
+        In the epoch that fills the store, as some row has no record yet; of a script's code, as some has not come out
+        alike twice.
+        """
+        places = self.store.find(call.keys).tolist()
+        if self.plan.is_of_script:
+            return not all(place in self._agreed for place in places)
+        return self.fills and min(places, default=0) < 0
 
     # ---- weights ----
 
@@ -218,7 +221,7 @@ class Records:
         places = self.store.find(call.keys)
         is_hit = places >= 0
         # Code of the script's runs for whole batches or not at all.
-        is_hit &= not self.computes_whole(call)
+        is_hit &= not (self.plan.is_of_script and self.computes_whole(call))
         if not is_hit.any() or any(each in self._unproven and each not in self._agreed for each in places.tolist()):
             return None
         kind = call.state + call.modes.precision
