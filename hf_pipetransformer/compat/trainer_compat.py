@@ -177,9 +177,9 @@ def shows_batches(trainer: Trainer) -> bool:
 
 
 NOT_OF_A_LOSS = (
-    *("model", "model_wrapped", "args", "accelerator", "callback_handler", "optimizer", "lr_scheduler", "optimizers"),
+    *("model", "model_wrapped", "accelerator", "callback_handler", "optimizer", "lr_scheduler", "optimizers"),
     *("train_dataset", "eval_dataset", "data_collator", "processing_class", "pipeline_run", "hp_space", "deepspeed"),
-    *("state", "control", "_tr_loss", "_total_loss_scalar", "current_flos"),
+    *("state", "_tr_loss", "_total_loss_scalar", "current_flos"),
 )
 """Attributes of a trainer that a loss reads but does not write: large ones, and what Trainer itself counts."""
 

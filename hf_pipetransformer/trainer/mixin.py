@@ -273,8 +273,9 @@ class PipeTransformerMixin(PipelineOverrides):
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Train on a batch; the last one of an accumulation also reduces the gradients.
 
-        On stages it returns a scalar whose mean over all ranks is the batch's loss; Trainer's loop sums it without
-        reading it. Frozen parts are looked up where they were computed.
+        On stages it returns a scalar whose mean over all ranks is the batch's loss, which Trainer's loop sums without
+        reading it; to a method of the script's before it in the MRO, the batch's loss itself. Frozen parts are looked
+        up where they were computed.
         """
         run = self.pipeline_run
         with run.stored_parts.step(inputs):
@@ -283,7 +284,11 @@ class PipeTransformerMixin(PipelineOverrides):
                     loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
                 return loss
             loss = run.pipelined.training.run_batch(inputs, num_items_in_batch)
-        if self.args.logging_nan_inf_filter and not trainer_compat.is_overridden(self, "training_step"):
+        # A method of the script's, in a class before this one, reads it on each rank.
+        if getattr(self.training_step, "__func__", None) is not PipeTransformerMixin.training_step:
+            losses = run.context.topology.gather(loss.item())
+            return loss * 0 + sum(losses) / len(losses)
+        if self.args.logging_nan_inf_filter:
             return trainer_compat.SelfFilteringLoss.of(loss, 1 + self.state.global_step - self._globalstep_last_logged)
         return loss
 

@@ -160,6 +160,8 @@ class Evaluation:
             prepare = partial(send_to_device, device=self.trainer.args.device)
             batch = LoaderBatch(SampleBatch(inputs), forward, 0, prepare, shared=self.pipeline.shared_rng)
             loss, outputs = runner.predict_whole(batch, shell.prediction)
+        # The metrics may read it.
+        self.context.gains.share(self.groups)
         return (loss, outputs) if return_outputs else loss
 
     @torch.no_grad()

@@ -70,6 +70,7 @@ class Evaluations:
             is_metrics_only: True if predictions are dropped once the metrics are computed.
         """
         trainer = self.run.context.trainer
+        self.check_between_steps("An evaluation")
         makes_loader = self.run.num_stages == 1 and trainer_compat.is_overridden(trainer, method)
         awaits_loader = makes_loader or trainer_compat.is_overridden(trainer, "evaluate")
         # Calls nest: a callback or `compute_metrics` may evaluate or predict inside of an evaluation.
@@ -77,11 +78,15 @@ class Evaluations:
         with kind, self._up(None if awaits_loader else self._request(dataset)):
             yield
 
+    def check_between_steps(self, name: str) -> None:
+        """See `Pipeline.check_between_steps`."""
+        if self.run.in_force is not None:
+            self.run.in_force.check_between_steps(name)
+
     def generate(self, inputs: Any, options: dict[str, Any]) -> Any:
         """See `PipeTransformerMixin.generate`."""
         context, left = self.run.context, self.run.session.is_left_to_trainer
-        if self.run.in_force is not None:
-            self.run.in_force.check_between_steps("generate()")
+        self.check_between_steps("generate()")
         topology, model, device = context.topology, context.trainer.model, context.args.device
         given = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
         # A mask may be a keyword argument: what has a row for each prompt is cut with them.

@@ -88,6 +88,11 @@ class TrainingSetup:
             announce(
                 f"PipeTransformer: {layout}, {layout.schedule}. {fields['expectation']}{one_stage}", is_decision=True
             )
+            if layout.pipeline_size > 1 and self.context.gains.is_of_script:
+                announce(
+                    "The loss is the script's: behind the model's call the last stage alone runs it. What it changes "
+                    "on the trainer reaches all ranks after each batch, what it prints or keeps elsewhere does not."
+                )
 
     def training(self, given: Any, max_steps: int) -> Training:
         """Build the training around Trainer's optimizer. Collective: call on every rank.

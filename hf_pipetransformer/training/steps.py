@@ -212,7 +212,8 @@ class Steps(ABC):
     ) -> LoaderBatch:
         """Return batch `number` of a step with the loss that Trainer would compute."""
         trainer, shell, reference = self.trainer, self.pipeline.shell, self._reference
-        watching = self.context.gains.watching
+        gains = self.context.gains
+        watching = gains.watching if gains.is_of_script else nullcontext
 
         def forward(micro_batch: dict[str, Any]) -> torch.Tensor:
             reads = trl_compat.reading_reference(trainer, micro_batch)

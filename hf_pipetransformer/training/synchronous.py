@@ -305,7 +305,8 @@ class SynchronousSteps(Steps):
         loss = self.pipeline.runner.train(batch, is_last_batch, watches=self._check.begin())
         loss = self._check.end(batch, loss, is_last_batch)
         # The next call of the loss may read it in front of the model, where the other stages are too.
-        self.context.gains.share(self.pipeline.stage.groups)
+        if self.context.gains.is_of_script:
+            self.context.gains.share(self.pipeline.stage.groups)
         return loss
 
     def gradient_norm(self) -> torch.Tensor:

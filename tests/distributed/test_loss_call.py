@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.distributed.launcher import LaunchError
-from tests.distributed.scenarios import run, scenario
+from tests.distributed.scenarios import Lines, run, scenario
 from tests.support import loss_calls
 from tests.support.loss_calls import logged, made
+from tests.support.models import make_rows
 
 
 pytestmark = pytest.mark.distributed
@@ -19,6 +21,9 @@ STAGES = {"pipeline_parallel_size": 2, "pipeline_parallel_num_microbatches": 2}
 REPLICAS = {"pipeline_parallel_size": 1, "pipeline_parallel_num_microbatches": 2}
 LAYOUTS = {"two stages": STAGES, "two replicas": REPLICAS}
 EQUAL = ("mixed", "counting", "of_a_part")
+STEPPING = (loss_calls.Stepping, loss_calls.PipedStepping)
+KEPT = {"keeping": 4, "stopping": 3}
+"""Losses that leave something behind the model for all ranks, and the steps of their trainings."""
 
 
 SHORT = 2 * loss_calls.BATCH + 1
@@ -30,6 +35,14 @@ def entries_of(trainer: Any) -> list[list[Any]]:
     keys = ("rows", "entropy", "loss", "grad_norm")
     found = [[entry["step"], key, entry[key]] for entry in trainer.state.log_history for key in keys if key in entry]
     return sorted(found)
+
+
+def metrics_of(trainer: Any) -> dict[str, float]:
+    """Metrics of an evaluation, one of which its loss has counted."""
+    rows = make_rows("bert_sequence", 3 * loss_calls.BATCH)
+    trainer.args.per_device_eval_batch_size = loss_calls.BATCH // trainer.args.world_size
+    trainer.compute_metrics = lambda _predictions: {"turns": float(trainer.turns)}
+    return {name: value for name, value in trainer.evaluate(rows).items() if name in ("eval_turns", "eval_loss")}
 
 
 @scenario
@@ -45,6 +58,14 @@ def train_each(folder: Path) -> dict[str, Any]:
     trainer = made(loss_calls.remembering, folder / "remembering", 2, **STAGES)
     trainer.args.logging_steps = 3
     found["remembering"] = logged(trainer)
+    lines = Lines(logging.INFO)
+    logging.getLogger("hf_pipetransformer").addHandler(lines)
+    for name in KEPT:
+        found[name] = logged(made(getattr(loss_calls, name), folder / name, 2, **STAGES))
+    found["said"] = lines.lines
+    found["metrics"] = metrics_of(made(loss_calls.remembering, folder / "metrics", 2, **STAGES))
+    trainer = made(loss_calls.counting, folder / "stepping", 2, kinds=STEPPING, **STAGES)
+    found["stepping"] = [logged(trainer), trainer.steps_seen]
     trainer = made(loss_calls.mixed, folder / "short", 2, SHORT, **REPLICAS)
     trainer.args.max_steps = 7
     return {**found, "short": logged(trainer)}
@@ -87,6 +108,38 @@ def test_what_a_loss_keeps_reaches_all_ranks_before_its_next_call(
         assert found["remembering"] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("name", KEPT)
+def test_objects_that_a_loss_changes_change_on_all_ranks(
+    name: str, trained: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    expected = logged(made(getattr(loss_calls, name), tmp_path))
+    assert len(expected) == 2 * KEPT[name]
+    for found in trained:
+        assert found[name] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_step_of_the_scripts_gets_the_loss_on_each_rank(trained: list[dict[str, Any]], tmp_path: Path) -> None:
+    plain = made(loss_calls.counting, tmp_path, kinds=STEPPING)
+    expected = logged(plain)
+    for found in trained:
+        assert found["stepping"][0] == pytest.approx(expected, rel=1e-5)
+        assert found["stepping"][1] == pytest.approx(plain.steps_seen, rel=1e-5)
+
+
+def test_where_the_loss_runs_is_said(trained: list[dict[str, Any]]) -> None:
+    assert [any("the last stage alone runs it" in line for line in found["said"]) for found in trained] == [
+        True,
+        False,
+    ]
+
+
+def test_metrics_read_what_the_loss_has_kept(trained: list[dict[str, Any]], tmp_path: Path) -> None:
+    expected = metrics_of(made(loss_calls.remembering, tmp_path))
+    assert expected["eval_turns"] == 3
+    for found in trained:
+        assert found["metrics"] == pytest.approx(expected, rel=1e-5)
+
+
 def test_what_a_loss_logs_is_in_the_log_of_every_rank(trained: list[dict[str, Any]], tmp_path: Path) -> None:
     plain = made(loss_calls.logging, tmp_path)
     logged(plain)
@@ -111,6 +164,7 @@ def train_refused(folder: Path, layout: str, loss: str) -> None:
         ("two stages", "of_embeddings", "are called by themselves, where stages do not take part"),
         ("two stages", "of_whole_model", "whole_model() was called amid a step, where other stages do not come by"),
         ("two stages", "of_what_is_generated", "generate() was called amid a step, where other stages"),
+        ("two stages", "of_an_evaluation", "An evaluation was called amid a step, where other stages"),
         ("two replicas", "doubled", "rows of a batch of 8: with replicas each runs its own"),
     ],
 )

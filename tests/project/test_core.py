@@ -36,7 +36,7 @@ BUDGETS = {
     "state": 1310,
     "the package itself": 80,
     "trainer": 360,
-    "training": 3340,
+    "training": 3370,
 }
 """Statements that a room may have, docstrings left out. Who raises a number says why in the commit."""
 

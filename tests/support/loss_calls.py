@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,19 @@ class Piped(PipeTransformerMixin, Own):
     pass
 
 
+class Stepping(Own):
+    """Reads the loss of each step, in a class before the mixin."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        self.steps_seen = [*getattr(self, "steps_seen", []), loss.item()]
+        return loss
+
+
+class PipedStepping(Stepping, Piped):
+    pass
+
+
 def mixed(_trainer: Any, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Rows of a batch are mixed by random numbers of three generators, before the model and behind it."""
     order, share = torch.randperm(len(batch["labels"])), random.random()
@@ -58,6 +72,41 @@ def remembering(trainer: Any, model: Any, batch: dict[str, torch.Tensor]) -> tor
     return functional.cross_entropy(logits, batch["labels"])
 
 
+class Meter:
+    """A mean as many training scripts have it."""
+
+    def __init__(self) -> None:
+        self.total = self.count = 0.0
+
+    def update(self, value: float) -> None:
+        self.total, self.count = self.total + value, self.count + 1
+
+
+def keeping(trainer: Any, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Keeps behind the model, in objects of several kinds, what the next call reads in front of it."""
+    if trainer.calls == 1:
+        trainer.meter, trainer.meters, trainer.labels_seen = Meter(), defaultdict(Meter), set()
+        trainer.table, trainer.args.share = np.zeros(3), 1.0
+    kept = trainer.meter.total + trainer.meters["norm"].count + len(trainer.labels_seen) + trainer.table.sum()
+    kept += trainer.args.share + float(trainer.model.center.sum())
+    logits = model(**_inputs(batch)).logits
+    loss = functional.cross_entropy(logits, batch["labels"]) * float(kept)
+    trainer.meter.update(loss.item())
+    trainer.meters["norm"].update(logits.norm().item())
+    trainer.labels_seen.add(int(logits.argmax()))
+    trainer.table[int(batch["labels"][0])] += 1
+    trainer.args.share *= 0.5
+    trainer.model.center.mul_(0.9).add_(logits.detach().mean(0), alpha=0.1)
+    return loss
+
+
+def stopping(trainer: Any, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Ends the training behind the model."""
+    loss = functional.cross_entropy(model(**_inputs(batch)).logits, batch["labels"])
+    trainer.control.should_training_stop = trainer.calls == 3
+    return loss
+
+
 def logging(trainer: Any, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Logs before the model is called, which every rank sees, and behind it, which only the last stage does."""
     trainer.log({"rows": float(len(batch["labels"]))})
@@ -75,6 +124,12 @@ def of_whole_model(trainer: Any, model: Any, batch: dict[str, torch.Tensor]) -> 
 def of_what_is_generated(trainer: Any, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     loss = functional.cross_entropy(model(**_inputs(batch)).logits, batch["labels"])
     trainer.generate(batch["input_ids"], max_new_tokens=1)
+    return loss
+
+
+def of_an_evaluation(trainer: Any, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    loss = functional.cross_entropy(model(**_inputs(batch)).logits, batch["labels"])
+    trainer.evaluate(make_rows("bert_sequence", BATCH))
     return loss
 
 
@@ -124,7 +179,14 @@ def _inputs(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: batch[name] for name in ("input_ids", "attention_mask")}
 
 
-def made(loss: LossOf, folder: Path, world_size: int = 1, num_rows: int = 5 * BATCH, **options: Any) -> Any:
+def made(
+    loss: LossOf,
+    folder: Path,
+    world_size: int = 1,
+    num_rows: int = 5 * BATCH,
+    kinds: tuple[type, type] = (Own, Piped),
+    **options: Any,
+) -> Any:
     """A trainer with a loss; plain without `options`."""
     set_seed(3)
     config = BertConfig(
@@ -136,11 +198,12 @@ def made(loss: LossOf, folder: Path, world_size: int = 1, num_rows: int = 5 * BA
         "per_device_train_batch_size": BATCH // world_size, "learning_rate": 1e-2, "optim": "sgd",
         "disable_tqdm": True, "save_strategy": "no", "label_names": ["labels"],
     }  # fmt: skip
-    kind, args = (
-        (Piped, PipeTransformerArguments(**common, **options)) if options else (Own, TrainingArguments(**common))
-    )
+    kind: Any = kinds[bool(options)]
+    args = PipeTransformerArguments(**common, **options) if options else TrainingArguments(**common)
     rows = make_rows("bert_sequence", num_rows)
-    trainer: Any = kind(BertForSequenceClassification(config), args, train_dataset=rows, data_collator=collate)
+    model = BertForSequenceClassification(config)
+    model.register_buffer("center", torch.zeros(3), persistent=False)
+    trainer: Any = kind(model, args, train_dataset=rows, data_collator=collate)
     kind.loss_of = staticmethod(loss)
     trainer.calls = 0
     return trainer

@@ -20,9 +20,8 @@ from hf_pipetransformer.data.batches import SampleBatch
 from hf_pipetransformer.data.loader import Request
 from hf_pipetransformer.runtime import joining
 from hf_pipetransformer.startup.planner import RunPlanner
-from hf_pipetransformer.training import builder, synchronous
+from hf_pipetransformer.training import builder, gains, synchronous
 from hf_pipetransformer.training.evaluation import Evaluation
-from hf_pipetransformer.training.gains import LossGains
 from tests.support import whole_losses
 from tests.support.whole_losses import INSIDE, LOSSES, train, wrong
 
@@ -151,26 +150,33 @@ def test_replicas_whose_batches_do_not_fit_together_are_refused(monkeypatch: pyt
         joining._concatenated(batches, joining.Axis())
 
 
-def test_what_a_loss_changes_and_no_other_rank_can_get_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    class Meter:
-        value = 0
+def test_what_a_loss_changes_and_no_other_rank_can_get_is_named(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gains, "_LARGEST", 10)
 
     class Keeping(Trainer):
         def __init__(self) -> None:
-            self.meter, self.parts = Meter(), [1.0]
-            self.state = self.control = None
+            self.queue, self.parts, self.named = torch.zeros(20), [1.0], {"first": object()}
+            self.state = self.control = self.model = cast(Any, None)
 
         def compute_loss(self, *_args: Any, **_options: Any) -> Any:
-            self.meter.value += 1
+            self.queue.add_(1)
             self.parts.append(2.0)
 
-    trainer = Keeping()
-    gains = LossGains(trainer, cast(Any, SimpleNamespace(rank=0, world_size=2, gather=lambda message: [message])))
-    with gains.watching():
+    trainer, other = Keeping(), Keeping()
+    sent: list[Any] = []
+    source: Any = SimpleNamespace(rank=1, world_size=2, gather=lambda message: sent.append(message) or sent)
+    kept = gains.LossGains(trainer, source)
+    with kept.watching():
         trainer.compute_loss()
+        trainer.named["second"] = SimpleNamespace(value=1.0)
+    kept.share(cast(Any, SimpleNamespace(pipeline_size=2, is_last=True, replica=0)))
     caplog.set_level(logging.WARNING)
-    gains.share(cast(Any, SimpleNamespace(pipeline_size=2, is_last=True, replica=0)))
-    assert "compute_loss uses self.meter (Meter). With several stages only" in caplog.text
+    receiver: Any = SimpleNamespace(rank=0, world_size=2, gather=lambda message: [message, *sent])
+    gains.LossGains(other, receiver).share(cast(Any, SimpleNamespace(pipeline_size=2, is_last=False, replica=0)))
+    assert other.parts == [1.0, 2.0]
+    assert "compute_loss changes self.named.second.value and self.queue. With several stages only" in caplog.text
 
 
 def test_an_empty_data_set_is_named(tmp_path: Path) -> None:
