@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial, wraps
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import wraps
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType, PartialState
 from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
@@ -228,12 +228,6 @@ class PipelineOverrides(_Trainer):
         found = None if run is None else run.pipelined.evaluations.reference_of(dataset, batch_size)
         return super()._precompute_ref_logps(dataset, name, batch_size) if found is None else found
 
-    # Trainer's `prediction_step` calls this and would gather over all ranks, stages included; training counts over
-    # all replicas in `get_batch_samples`.
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> torch.Tensor | None:
-        as_in_trainer = partial(super()._get_num_items_in_batch, batch_samples, device)
-        return self.pipeline_run.pipelined.evaluations.present.num_items_told(batch_samples, as_in_trainer, device)
-
     # ---- models and checkpoints, saved and loaded ----
 
     # Callable at any time, also without a checkpoint, while each rank has one stage.
@@ -286,15 +280,6 @@ class PipelineAccelerator(Accelerator):
         self.__dict__.update(vars(own))
         self.session: Session | None = None
         """What the pipeline adds to the trainer; None in the trainer's constructor."""
-        self._is_alone = self._gathers_nothing = False
-
-    @property
-    def num_processes(self) -> int:
-        """Number of processes; 1 inside `as_one_process`.
-
-        Trainer multiplies losses by it to undo a mean over processes, and so does code of scripts: ours is a sum.
-        """
-        return 1 if self._is_alone else int(super().num_processes)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip by the norm of the whole model's gradients, which is returned. Collective: call on every rank."""
@@ -302,17 +287,21 @@ class PipelineAccelerator(Accelerator):
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         return self.session.pipelined.training.clip_gradients(max_norm)
 
-    def gather(self, tensor: Any) -> Any:
-        """Gather from all ranks; inside `as_one_process`, return what is given."""
-        return tensor if self._gathers_nothing else super().gather(tensor)
+    @contextmanager
+    def as_one_process(self, gathers: bool = False) -> Iterator[None]:
+        """Wrap code of Trainer, TRL or the script that computes what one process would, but that only some ranks run.
 
-    def as_one_process(self, gathers: bool = False) -> AbstractContextManager[None]:
-        """Wrap code of Trainer or TRL that computes what one process would, but that only some ranks run.
+        Trainer multiplies losses by the number of processes to undo a mean over them, and so do scripts: ours is a
+        sum. What gathers, reduces or waits through accelerate finds no other process.
 
-        With `gathers`, code of the script's that all ranks run may gather inside.
+        Args:
+            gathers: all ranks run the code, which may gather inside.
         """
-        # Such contexts nest: a loss that is discarded may lie within the part of a batch.
-        return trainer_compat.with_attributes(self, {"_is_alone": True, "_gathers_nothing": not gathers})
+        alone = {"num_processes": 1, **({} if gathers else {"distributed_type": DistributedType.NO})}
+        # The process's own state is what gathers; Trainer's multiplies.
+        of_process = trainer_compat.with_attributes(PartialState(), {} if gathers else alone)
+        with trainer_compat.with_attributes(self.state, alone), of_process:
+            yield
 
     def end_training(self) -> None:
         """Leave the process group, once the threads of the pipeline's own groups have ended."""

@@ -83,6 +83,9 @@ class Evaluation:
     def in_trainers_loop(self) -> AbstractContextManager[None]:
         """Wrap Trainer's loop: what it gathers, preprocesses and computes from it."""
         own: dict[str, Any] = {"gather_function": self.gather}
+        # Trainer's own counts the items of all ranks, stages included.
+        if not trainer_compat.is_overridden(self.trainer, "_get_num_items_in_batch"):
+            own["_get_num_items_in_batch"] = self._num_items_told
         if self.preprocess is not None:
             own["preprocess_logits_for_metrics"] = None
         if self._loss is not None:
@@ -179,9 +182,7 @@ class Evaluation:
         """Return what a frozen reference says of a global batch. Collective: call on every rank."""
         return {name: self.gather(value).cpu() for name, value in self.reference_of(batch).items()}
 
-    def num_items_told(
-        self, batches: list[Any], _as_in_trainer: Callable[[], Any], device: torch.device
-    ) -> torch.Tensor | None:
+    def _num_items_told(self, batches: list[Any], device: torch.device) -> torch.Tensor | None:
         """Return the items of the samples that the loss sees, for Trainer to pass them. Collective."""
         # Whether the loss is divided by all items or is its own mean decides how replicas average it.
         self._told_num_items = True
@@ -324,9 +325,6 @@ class UsersEvaluation:
         self, inputs: dict[str, Any], _loss_only: bool, _ignore_keys: Any
     ) -> AbstractContextManager[dict[str, Any]]:
         return nullcontext(inputs)
-
-    def num_items_told(self, _batches: list[Any], as_in_trainer: Callable[[], Any], _device: torch.device) -> Any:
-        return as_in_trainer()
 
     def global_loss(self, loss: torch.Tensor | None) -> torch.Tensor | None:
         return loss

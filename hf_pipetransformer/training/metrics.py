@@ -65,8 +65,9 @@ def loss_apart(trainer: Trainer) -> Iterator[trl_compat.Metrics]:
     apart: trl_compat.Metrics = {mode: defaultdict(list) for mode in recorded}
     recorded.update(apart)
     try:
-        # A loss that gathers its metrics would wait for the other stages, which compute none.
-        with trainer.accelerator.as_one_process(gathers=not recorded), trl_compat.kept_token_count(trainer):
+        # A loss that gathers would wait for the other stages. Of replicas with losses of their own it may want it.
+        gathers = not recorded and trainer.args.pipeline_loss == "replica"
+        with trainer.accelerator.as_one_process(gathers), trl_compat.kept_token_count(trainer):
             yield apart
     finally:
         recorded.update(kept)

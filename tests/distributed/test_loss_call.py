@@ -20,7 +20,7 @@ pytestmark = pytest.mark.distributed
 STAGES = {"pipeline_parallel_size": 2, "pipeline_parallel_num_microbatches": 2}
 REPLICAS = {"pipeline_parallel_size": 1, "pipeline_parallel_num_microbatches": 2}
 LAYOUTS = {"two stages": STAGES, "two replicas": REPLICAS}
-EQUAL = ("mixed", "counting", "of_a_part")
+EQUAL = ("mixed", "counting", "of_a_part", "talking")
 STEPPING = (loss_calls.Stepping, loss_calls.PipedStepping)
 KEPT = {"keeping": 4, "stopping": 3}
 """Losses that leave something behind the model for all ranks, and the steps of their trainings."""

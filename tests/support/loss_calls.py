@@ -64,6 +64,15 @@ def counting(trainer: Any, model: Any, batch: dict[str, torch.Tensor]) -> torch.
     return functional.cross_entropy(model(**_inputs(batch)).logits, batch["labels"]) * trainer.calls
 
 
+def talking(trainer: Any, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Talks to other processes, of which there are none for it."""
+    accelerator = trainer.accelerator
+    loss = functional.cross_entropy(model(**_inputs(batch)).logits, batch["labels"])
+    accelerator.wait_for_everyone()
+    told = accelerator.gather(loss.detach()).numel() * accelerator.reduce(loss.detach(), "sum")
+    return loss * told * trainer.args.world_size * accelerator.num_processes
+
+
 def remembering(trainer: Any, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Counts behind the model what the next call reads in front of it, and reads the model's configuration."""
     ids = (batch["input_ids"] + trainer.turns) % model.config.vocab_size

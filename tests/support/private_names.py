@@ -167,6 +167,7 @@ PATCHED = {
         "output_dir, save_total_limit=None, best_model_checkpoint=None, use_mtime=False, "
         "checkpoint_prefix='checkpoint'"
     ),
+    "transformers:Trainer._get_num_items_in_batch": "self, batch_samples, device",
 }
 
 # Methods of `Trainer` and its helpers that the trainer room overrides, with their parameters. That the overrides have
@@ -181,7 +182,6 @@ OVERRIDDEN = {
     ),
     "Trainer._finalize_training": "self, trial, num_train_samples, start_time",
     "Trainer._get_dataloader": "self, dataset, description, batch_size, sampler_fn, is_training, dataloader_key",
-    "Trainer._get_num_items_in_batch": "self, batch_samples, device",
     "Trainer._init_training_state": (
         "self, max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial"
     ),

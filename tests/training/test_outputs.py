@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
+from hf_pipetransformer import PipeTransformerArguments
 from hf_pipetransformer.data.batches import SampleBatch
 from hf_pipetransformer.trainer.overrides import PipelineAccelerator
 from hf_pipetransformer.training.evaluation import shape_without_rows
@@ -34,7 +35,7 @@ def test_an_output_without_a_row_for_each_sample_is_found(
     tmp_path: Path, changes: dict[str, Any], ignored: list[str] | None, has_rows: bool
 ) -> None:
     rows = make_dataset("bert_sequence", 5)
-    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", eval_strategy="epoch")
+    args = PipeTransformerArguments(str(tmp_path), use_cpu=True, report_to="none", eval_strategy="epoch")
     given = {"model": with_prototypes(), "compute_metrics": ones, "eval_dataset": rows, **changes}
     trainer = Trainer(args=args, data_collator=collate, **given)
     trainer.accelerator = PipelineAccelerator(trainer.accelerator)
