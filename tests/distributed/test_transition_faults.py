@@ -209,7 +209,7 @@ def test_a_rank_killed_in_the_middle_of_a_transition_ends_all(tmp_path: Path):
     assert_all_ended_by_themselves(result, seconds=GRACE)
     # The message that breaks off is told, or the process that is gone, whichever is found first.
     said = last_error(result.outputs[0])
-    assert re.search(r"Lost contact while .*mov|rank 1 does not answer: killed.*process of rank 1 has ended", said)
+    assert re.search(r"Lost contact while .*mov|First cause: rank 1 does not answer: killed", said)
 
 
 @pytest.mark.slow
