@@ -137,3 +137,9 @@ def test_a_record_has_the_tokens_that_the_loss_may_see():
     pixels = {"pixel_values": torch.zeros(2, 3, 4, 4)}
     assert images.why_unfit(pixels) is None
     assert images.kept_of(pixels).tolist() == [1, 1] and images.length_of(pixels) == 5
+
+
+def test_a_sample_of_one_number_has_a_digest() -> None:
+    items = torch.tensor([3, 4, 3])
+    first, second, third = sample_digests({"items": items}, np.ones(3, dtype=np.int64), "items", 0).tolist()
+    assert first == third != second

@@ -9,6 +9,7 @@ import pytest
 from transformers import Trainer
 
 from hf_pipetransformer import PipeTransformerArguments
+from hf_pipetransformer.compat.trainer_compat import has_plain_loss
 from hf_pipetransformer.data.batches import SampleBatch
 from hf_pipetransformer.trainer.overrides import PipelineAccelerator
 from hf_pipetransformer.training.evaluation import shape_without_rows
@@ -43,3 +44,25 @@ def test_an_output_without_a_row_for_each_sample_is_found(
     assert (found is None) == has_rows
     if not changes and not ignored:
         assert found == str(tuple(trainer.model.classifier.weight.shape))
+
+
+class WithLoss(Trainer):
+    def compute_loss(self, *args: Any, **options: Any) -> Any:
+        return super().compute_loss(*args, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "is_plain"),
+    [
+        (Trainer, {}, True),
+        (Trainer, {"compute_loss_func": lambda outputs, labels, **_: outputs["logits"].mean()}, False),
+        (WithLoss, {}, False),
+    ],
+)
+def test_a_loss_is_the_models_if_nobody_else_computes_one(
+    tmp_path: Path, kind: type[Trainer], changes: dict[str, Any], is_plain: bool
+) -> None:
+    args = PipeTransformerArguments(str(tmp_path), use_cpu=True, report_to="none")
+    assert has_plain_loss(kind(build_model("bert_sequence"), args, **changes)) == is_plain
+    args.label_smoothing_factor = 0.1
+    assert not has_plain_loss(kind(build_model("bert_sequence"), args, **changes))
