@@ -21,6 +21,7 @@ from hf_pipetransformer.freeze.policies import (
     NoFreezing,
     Schedule,
     describe_outlook,
+    freezing_of,
     make_policy,
     outlook,
 )
@@ -275,6 +276,13 @@ def test_auto_freezes_half_of_the_layers_in_short_runs_only() -> None:
     for steps in (200, 202):
         assert list(policy.due_steps(make_clock("epoch", 0.5, steps // 2, steps))) == [0] * (steps == 200)
     assert "auto' freezes in runs of 2 to 3 epochs and at most 200 steps" in describe_outlook(policy, [], 6, 0, 40, 10)
+
+
+def test_what_was_measured_is_said_of_runs_that_freeze_half_of_the_layers_alone() -> None:
+    options = SimpleNamespace(freeze_interval="epoch", freeze_warmup=0.0, freeze_min_active_layers=1)
+    for table, is_said in (("0:3", True), ("0:4", False), ("0:2,10:3", False)):
+        freezing, _, measured = freezing_of(policy_of("fixed", table), options, 6, 0, (20, 10))
+        assert freezing is not None and bool(measured) == is_said, table
 
 
 def test_a_table_is_read_and_sorted() -> None:

@@ -146,6 +146,16 @@ def test_tied_weights_are_in_the_costs_with_the_blocks_that_use_them(tmp_path: P
     )
 
 
+def test_weights_that_will_be_held_in_float32_are_counted_so(tmp_path: Path) -> None:
+    start_up, _ = started(tmp_path, "bert_sequence", per_device_train_batch_size=2)
+    model, structure = build_model("bert_sequence").bfloat16(), start_up.probe.structure
+    names = [name for name, _ in model.named_parameters()]
+    measured = BlockProfile(*[[1.0] * structure.num_blocks for _ in range(4)])
+    for masters, size in (((), 2), (names, 4)):
+        costs = profile.block_costs(model, structure, measured, masters)
+        assert costs.trained_bytes == tuple(size * count for count in costs.parameters)
+
+
 @pytest.mark.parametrize(("unfit", "expected"), [(0, 1), (1, 2), (2, 4), (4, 4)])
 def test_the_first_layout_is_longer_than_what_ran_out_of_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unfit: int, expected: int

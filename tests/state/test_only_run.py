@@ -269,6 +269,16 @@ def test_what_is_no_file_is_no_lock(tmp_path: Path, what: str) -> None:
     assert [each.name for each in tmp_path.iterdir()] == [LOCK_FILE] and Path(__file__).read_bytes() == before
 
 
+def test_a_lock_with_another_name_is_not_written(tmp_path: Path) -> None:
+    """What the other name holds would be lost."""
+    other = tmp_path / "other"
+    other.write_text("kept")
+    os.link(other, tmp_path / LOCK_FILE)
+    with pytest.raises(ValueError, match="cannot be read: expected the lock of a run"):
+        module._RunLock(str(tmp_path)).take()
+    assert other.read_text() == "kept"
+
+
 def test_a_lock_without_end_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / LOCK_FILE
     with held(tmp_path):
