@@ -126,7 +126,7 @@ def known_loss(trainer: Trainer, labels: Any = None) -> KnownLoss | None:
     is_given = trainer.compute_loss_func is not None or "compute_loss" in vars(trainer)
     if is_given or not trainer_compat.has_known_loss(trainer):
         return None
-    kind, model = trainer_compat.kind_with_loss(trainer), bare_model(trainer.model)
+    kind, model = trainer_compat.kind_with(trainer, "compute_loss"), bare_model(trainer.model)
     if kind is not Trainer:
         sees_batch = _OF_BATCHES & {*getattr(trainer, "loss_types", ())}
         found = None if sees_batch or not trl_compat.is_trls(kind) else _OF_TRL.get(kind.__name__)

@@ -187,9 +187,9 @@ _KNOWN_CODE = ("transformers", "trl", "liger_kernel")
 """Packages whose losses are known. Those of Liger take the place of transformers' (`use_liger_kernel`)."""
 
 
-def kind_with_loss(trainer: Trainer) -> type:
-    """Return the class whose `compute_loss` a trainer has."""
-    return next(kind for kind in type(trainer).__mro__ if not is_own(kind) and "compute_loss" in vars(kind))
+def kind_with(trainer: Trainer, name: str) -> type:
+    """Return the class, none of this library's, whose method of a name a trainer has."""
+    return next(kind for kind in type(trainer).__mro__ if not is_own(kind) and name in vars(kind))
 
 
 def has_known_loss(trainer: Trainer) -> bool:
@@ -197,7 +197,7 @@ def has_known_loss(trainer: Trainer) -> bool:
     model = bare_model(trainer.model)
     # What is set on an instance hides the class's own: transformers' `loss_function` is assigned so.
     instances = vars(trainer).get("compute_loss"), vars(model).get("_loss_function"), trainer.compute_loss_func
-    code = [kind_with_loss(trainer), type(model).forward, vars(model).get("forward"), *instances]
+    code = [kind_with(trainer, "compute_loss"), type(model).forward, vars(model).get("forward"), *instances]
     return all(each is None or is_known_code(each) for each in code)
 
 
@@ -208,8 +208,7 @@ def is_known_code(code: Any) -> bool:
 
 def is_overridden(trainer: Trainer, name: str) -> bool:
     """Return True if a class outside this library, or the trainer instance itself, overrides a method of Trainer."""
-    kinds = [kind for kind in type(trainer).__mro__ if not is_own(kind)]
-    return name in vars(trainer) or next(kind for kind in kinds if name in vars(kind)) is not Trainer
+    return name in vars(trainer) or kind_with(trainer, name) is not Trainer
 
 
 def changer_of_batches(trainer: Trainer) -> str | None:

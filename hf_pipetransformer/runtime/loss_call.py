@@ -96,22 +96,24 @@ class LossCall:
         # In place of the outermost of these that is called the pipeline runs. Bound now, as they call the replacement.
         forwards = [(each, partial(self._forward, each, each.forward)) for each in self.stage.view.modules_around()]
         try:
-            with overriding_forwards(forwards), drawing_from(self.batch.shared):
+            with overriding_forwards(forwards), drawing_from(self.batch.shared), self.stage.store.trained_shown():
                 result = self.batch.forward({**self._given, **of_reference})
         except LeavesLoss as left:
             # The traceback references the frames of the loss, and with them its tensors.
             left.__traceback__ = None
             return None
+        except (RuntimeError, NotImplementedError) as error:
+            # Weights that this rank does not have are on the device `meta`.
+            if "meta" not in str(error).lower() or self.stage.layout.pipeline_size == 1:
+                raise
+            raise self._reads_weights from error
         if not self.is_entered:
             raise ValueError(
                 f"The loss does not call {self._name}, whose stages wait for it: expected one call a batch. Set "
                 "pipeline_parallel_size=1 and pipeline_parallel_num_microbatches=1 for it."
             )
         if isinstance(result, torch.Tensor) and result.is_meta:
-            raise ValueError(
-                f"The loss reads weights of {self._name} itself, some of which other stages hold. Set "
-                "pipeline_parallel_size=1 for it."
-            )
+            raise self._reads_weights
         return result
 
     def share_states(self) -> None:
@@ -135,6 +137,13 @@ class LossCall:
         assert head.program is not None and found is not None, "only the stage with the head has a loss"
         gradient = head.program.backward_of(loss, found.entering)
         head.gradients |= dict(zip(sorted(head.entered), found.cut(gradient), strict=True))
+
+    @property
+    def _reads_weights(self) -> ValueError:
+        return ValueError(
+            f"The loss reads weights of {self._name} itself, some of which other stages hold. Set "
+            "pipeline_parallel_size=1 for it."
+        )
 
     @property
     def _name(self) -> str:

@@ -100,6 +100,18 @@ class ParameterStore:
         finally:
             self.freeze(frozen)
 
+    @contextmanager
+    def trained_shown(self) -> Iterator[None]:
+        """Let what other ranks train ask for gradients inside, by which code of the script's may choose parameters."""
+        elsewhere = [p for name, p in self.named().items() if p.is_meta and self.is_active(name)]
+        for parameter in elsewhere:
+            parameter.requires_grad_()
+        try:
+            yield
+        finally:
+            for parameter in elsewhere:
+                parameter.requires_grad_(False)
+
     def release(self, keep: set[str]) -> None:
         """Replace all parameters not in `keep` by meta tensors; what scales quantized ones stays on the host."""
         gone = {name: p for name, p in self.named().items() if name not in keep and not p.is_meta}

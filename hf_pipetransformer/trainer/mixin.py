@@ -299,7 +299,7 @@ class PipeTransformerMixin(PipelineOverrides):
         """Evaluate a batch; frozen parts are looked up here, too."""
         generates = bool(getattr(self.args, "predict_with_generate", False))
         # A method of the script's may read outputs that nobody asks for.
-        loss_alone = prediction_loss_only and not trainer_compat.is_overridden(self, "prediction_step")
+        loss_alone = prediction_loss_only and trainer_compat.kind_with(self, "prediction_step") is Trainer
         with self.pipeline_run.stored_parts.evaluating(inputs, generates, loss_alone):
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 

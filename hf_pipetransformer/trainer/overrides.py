@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator, DistributedType, PartialState
-from transformers import Seq2SeqTrainer, Trainer
+from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
 from hf_pipetransformer.comm.groups import let_group_threads_finish
@@ -201,21 +201,6 @@ class PipelineOverrides(_Trainer):
                 evaluation.loader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
         return evaluation.completed(output, metric_key_prefix)
-
-    # Around the loss and outputs of a batch, before anything is gathered.
-    def prediction_step(
-        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor | None, Any, Any]:
-        """Run one evaluation batch; returns the global batch's loss, repeated for each of this replica's samples."""
-        evaluation = self.pipeline_run.pipelined.evaluations.present
-        method = getattr(super().prediction_step, "__func__", None)
-        may_generate = method is Seq2SeqTrainer.prediction_step
-        reads_loss_only = prediction_loss_only or (may_generate and trainer_compat.generates(self))
-        ignore_keys = args[0] if args else kwargs.get("ignore_keys")
-        is_known = may_generate or method is Trainer.prediction_step
-        with evaluation.running(inputs, reads_loss_only and is_known, ignore_keys) as batch:
-            loss, logits, labels = super().prediction_step(model, batch, prediction_loss_only, *args, **kwargs)
-        return evaluation.global_loss(loss), logits, labels
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         """Return a data set of DPOTrainer with what the reference says of it, computed on the stages.

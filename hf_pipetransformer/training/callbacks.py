@@ -96,6 +96,11 @@ def check_callbacks(callbacks: list[TrainerCallback], topology: Topology) -> Non
                 f"{name}.on_push_begin reads the model, which lies on several stages, and is called on rank 0 "
                 "alone. Read what is pushed from the folder, or set pipeline_parallel_size=1."
             )
+        if "on_pre_optimizer_step" in names:
+            raise ValueError(
+                f"{name}.on_pre_optimizer_step reads the model, of whose gradients each stage has its own alone. Set "
+                "pipeline_parallel_size=1 for it, or leave out the argument `model`."
+            )
 
 
 @contextmanager

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import recursively_apply, send_to_device
-from transformers import Trainer
+from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from hf_pipetransformer.comm.transfers import all_gather_trees, gather_rows, reduced
@@ -86,6 +86,8 @@ class Evaluation:
         # Trainer's own counts the items of all ranks, stages included.
         if not trainer_compat.is_overridden(self.trainer, "_get_num_items_in_batch"):
             own["_get_num_items_in_batch"] = self._num_items_told
+        # Around a method of the script's, too, wherever it stands in the MRO.
+        own["prediction_step"] = partial(self._predicted, own_step(self.trainer))
         if self.preprocess is not None:
             own["preprocess_logits_for_metrics"] = None
         if self._loss is not None:
@@ -94,8 +96,25 @@ class Evaluation:
             own["compute_metrics"] = on_first_rank(self.trainer.compute_metrics, self.context.topology)
         return trainer_compat.with_attributes(self.trainer, own)
 
+    def _predicted(
+        self,
+        own: Callable[..., Any],
+        model: Any,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **options: Any,
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """Run one batch; gives the global batch's loss, repeated for each of this replica's samples."""
+        kind = trainer_compat.kind_with(self.trainer, "prediction_step")
+        generates = kind is Seq2SeqTrainer and trainer_compat.generates(self.trainer)
+        reads_loss_only = kind in (Trainer, Seq2SeqTrainer) and (prediction_loss_only or generates)
+        with self._running(inputs, reads_loss_only, ignore_keys) as batch:
+            loss, logits, labels = own(model, batch, prediction_loss_only, ignore_keys, **options)
+        return self._global_loss(loss), logits, labels
+
     @contextmanager
-    def running(
+    def _running(
         self, inputs: dict[str, Any], loss_only: bool, ignore_keys: list[str] | None
     ) -> Iterator[dict[str, Any]]:
         """Wrap a batch; the last stage keeps and sends the others only what somebody can read.
@@ -194,7 +213,7 @@ class Evaluation:
             count = int(reduced(torch.tensor(count), self.groups.replica_control, what))
         return torch.tensor(float(count), device=device)
 
-    def global_loss(self, loss: torch.Tensor | None) -> torch.Tensor | None:
+    def _global_loss(self, loss: torch.Tensor | None) -> torch.Tensor | None:
         """Return the global batch's loss, repeated per sample of this replica, from the replica's mean loss."""
         if loss is None:
             return None
@@ -315,19 +334,18 @@ class Evaluation:
         return torch.cat(parts) if parts else without_rows(tensor)
 
 
+def own_step(trainer: Trainer) -> Any:
+    """Return a trainer's `prediction_step`, also where an evaluation around this one has put its own in its place."""
+    step: Any = trainer.prediction_step
+    is_inside = isinstance(step, partial) and isinstance(getattr(step.func, "__self__", None), Evaluation)
+    return step.args[0] if is_inside else step
+
+
 class UsersEvaluation:
     """Pass over a user's own loader with the whole model on each rank, with the same meaning as for plain Trainer."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
-
-    def running(
-        self, inputs: dict[str, Any], _loss_only: bool, _ignore_keys: Any
-    ) -> AbstractContextManager[dict[str, Any]]:
-        return nullcontext(inputs)
-
-    def global_loss(self, loss: torch.Tensor | None) -> torch.Tensor | None:
-        return loss
 
     def completed(self, output: EvalLoopOutput, _metric_key_prefix: str) -> EvalLoopOutput:
         return output

@@ -22,7 +22,7 @@ from hf_pipetransformer.report import progress_bar
 from hf_pipetransformer.runtime.generation import join_tokens, settings_of
 from hf_pipetransformer.splitters.adapters import bare_model
 from hf_pipetransformer.training.callbacks import running_callbacks
-from hf_pipetransformer.training.evaluation import Evaluation, UsersEvaluation
+from hf_pipetransformer.training.evaluation import Evaluation, UsersEvaluation, own_step
 from hf_pipetransformer.training.loaders import check_undivided, with_shared_rng
 
 
@@ -49,16 +49,8 @@ class Evaluations:
 
     def __init__(self, run: PipelineSession) -> None:
         self.run = run
-        self._present: Evaluation | UsersEvaluation | None = None
         self._is_metrics_only = False
         """True if nobody reads more than the metrics of the next loop."""
-
-    @property
-    def present(self) -> Evaluation | UsersEvaluation:
-        """Current pass over an evaluation data set."""
-        if self._present is None:
-            raise RuntimeError("There is no evaluation: evaluate() and predict() alone call this.")
-        return self._present
 
     @contextmanager
     def call(self, dataset: Any, method: str, is_metrics_only: bool = False) -> Iterator[None]:
@@ -179,28 +171,27 @@ class Evaluations:
     @contextmanager
     def loop(self, given: Any) -> Iterator[Evaluation | UsersEvaluation]:
         """Wrap Trainer's evaluation loop; the yielded evaluation names the loader, the pipeline's or the user's."""
-        run, request = self.run, request_of(given)
+        run, trainer, request = self.run, self.run.context.trainer, request_of(given)
         cache = run.cache
         is_users = request is None and not isinstance(given, PipelineLoader)
         if is_users:
             check_undivided(given, "get_eval_dataloader or get_test_dataloader", run.num_stages)
-        outer, alone = self._present, run.session.evaluates_alone
+        alone = run.session.evaluates_alone
         is_for_first_rank = self._take_first_rank_only()
         try:
             # Entered here as well: a user's own `evaluate` may call the loop directly.
             with self._up(request) as is_up:
                 if is_users or not is_up:
                     shared = run.pipeline.shared_rng if is_up else None
-                    self._present = UsersEvaluation(with_shared_rng(given, shared))
                     run.session.evaluates_alone = alone or not is_up
-                    yield self._present
+                    with trainer_compat.with_attributes(trainer, {"prediction_step": own_step(trainer)}):
+                        yield UsersEvaluation(with_shared_rng(given, shared))
                     return
                 loader = given if request is None else run.loader_of(request)
-                self._present = evaluation = Evaluation(run.context, run.pipeline, loader, is_for_first_rank)
+                evaluation = Evaluation(run.context, run.pipeline, loader, is_for_first_rank)
                 storing = nullcontext() if cache is None else cache.storing_for(loader)
                 with evaluation.in_trainers_loop(), storing:
                     yield evaluation
         finally:
-            self._present = outer
             if is_users:
                 run.session.evaluates_alone = alone

@@ -14,7 +14,7 @@ from hf_pipetransformer.comm.topology import check_agreement
 from hf_pipetransformer.compat import trainer_compat
 from hf_pipetransformer.data.loader import PipelineLoader, Request, request_of
 from hf_pipetransformer.data.rng import Generators, set_random_state
-from hf_pipetransformer.report import announce
+from hf_pipetransformer.report import announce, logger
 from hf_pipetransformer.runtime.gathering import check_whole
 from hf_pipetransformer.startup.planner import StartDecision
 from hf_pipetransformer.state.resumption import find_resumption
@@ -131,7 +131,12 @@ class PipelineSession(PipelineBuilder):
         # Forget an earlier training's policy state; on a resume, `prepare` restores the checkpoint's.
         # A copy again, as the policy may go on to change what it is given.
         self.policy.load_state(deepcopy(self._policys_start))
-        if trainer.optimizer is self._made_optimizer:
+        if trainer.optimizer is not None and trainer.optimizer is self._made_optimizer:
+            if self.context.topology.rank == 0:
+                logger.warning(
+                    "This training begins with a new optimizer. Plain Trainer goes on with that of the one before, "
+                    "its state and learning rates, if the same trainer trains twice."
+                )
             trainer.optimizer = None  # It was built for other stages and other frozen layers.
         self.keeps_optimizer = trainer.optimizer is not None
         self.late = LateLoader(loader)

@@ -69,6 +69,43 @@ class OfCompany(Encoder):
         return hidden + 0.3 * hidden.mean(0, keepdim=True)
 
 
+class WithNumbers(Encoder):
+    """Gives numbers of its batch beside a tensor."""
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        return self.hidden(input_ids, attention_mask), [float(each) for each in attention_mask.sum(1)]
+
+
+class TwoNames(Encoder):
+    """Gives one tensor under two names."""
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        hidden = self.hidden(input_ids, attention_mask)
+        return {"last": hidden, "all": [hidden]}
+
+
+class WritesInto(nn.Module):
+    """Adds what is trained to outputs in place, and writes into what the encoder was given, from the third call on."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Sequential(nn.Linear(LENGTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).requires_grad_(False)
+        self.place, self.head = nn.Parameter(torch.zeros(WIDTH)), nn.Linear(WIDTH, 3)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> Any:
+        given = input_ids * attention_mask / 50
+        hidden = self.mix(given)
+        self.calls += 1
+        if self.calls > 2:
+            given.mul_(2)
+        assert type(hidden) is torch.Tensor or self.calls < 3
+        hidden += self.place
+        logits = self.head(hidden)
+        return {"loss": cross_entropy(logits, labels), "logits": logits}
+
+
 class Model(nn.Module):
     def __init__(self, kind: type[Encoder]) -> None:
         super().__init__()
@@ -78,7 +115,11 @@ class Model(nn.Module):
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> Any:
         more = {"table": normalize(self.bank, dim=-1)} if isinstance(self.encoder, WithTable) else {}
         found = self.encoder(input_ids, attention_mask=attention_mask, **more)
+        if isinstance(found, dict):
+            found["last"][attention_mask == 0] = self.head.weight.mean()
+            found = found["all"][0]
         hidden, share = found if isinstance(found, tuple) else (found, torch.ones(()))
+        share = torch.tensor(share)[: len(share) // 2 + 1] if isinstance(share, list) else share
         logits = self.head(hidden).sum(1) / hidden.shape[1] * share.mean()
         return {"loss": cross_entropy(logits, labels), "logits": logits}
 
@@ -139,9 +180,15 @@ def logged(kind: type[Trainer], build: Callable[[], nn.Module], folder: Path, **
         (partial(Model, PassesOn), {"train_sampling_strategy": "sequential"}),
         (partial(Model, WithTable), {}),
         (partial(Model, OfCompany), {"per_device_train_batch_size": 1, "eval_strategy": "epoch", "eval_delay": 3}),
+        (partial(Model, WithNumbers), {}),
+        (partial(Model, TwoNames), {}),
+        (WritesInto, {}),
         (with_attentions, {}),
     ],
-    ids=["stored", "another length", "an argument, or not", "a table", "company", "attentions"],
+    ids=[
+        *("stored", "another length", "an argument, or not", "a table", "company", "numbers", "two names", "in place"),
+        "attentions",
+    ],
 )
 def test_numbers_are_trainers(
     build: Any,
@@ -156,7 +203,7 @@ def test_numbers_are_trainers(
     assert found == pytest.approx(logged(Trainer, build, tmp_path / "plain", **options), rel=1e-6)
     if build is with_attentions:
         assert "has modules whose attentions the model returns" in caplog.text
-    elif build.args[0] is Cuts:
+    elif isinstance(build, partial) and build.args[0] in (Cuts, WithNumbers):
         assert "encoder gives outputs of another form from batch to batch" in caplog.text
     else:
         assert "Its outputs are stored" in caplog.text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -126,6 +126,14 @@ class PartCall:
             self._found = self.part.records.found(self)
         return self._found
 
+    def read(self) -> dict[int, torch.Tensor]:
+        """Read what records have, or compute; return the whole outputs that others than frozen parts read."""
+        found = self.found() if self._values is None else None
+        records, values = self.part.records, self.values() if found is None else found
+        if records is None or self.part.feeds_parts:
+            return {}
+        return {pick.number: values[pick.number] for pick in records.reading.picks if not pick.is_first}
+
     def values(self) -> list[torch.Tensor]:
         """Compute all outputs, in the modes of the call.
 
@@ -235,21 +243,24 @@ class Template:
         given = {id(tensor): number for number, tensor in enumerate(rows.tensors)}
         # By identity, because an output that is computed may equal an input by chance.
         self._given = [given.get(id(leaf)) for leaf in leaves]
+        self._first = [next(i for i, other in enumerate(leaves) if other is leaf) for leaf in leaves]
+        """Of outputs that are one tensor under several names, the number of the first."""
         self.shares = [rows.share_of(leaf) for leaf in leaves]
         if any(
             not (share or of_call is not None or leaf.shape[:1] == (rows.number,))
             for leaf, share, of_call in zip(leaves, self.shares, self._given, strict=True)
         ):
             raise NotStorableError(no_row_each(leaves, rows.number))
-        # The containers are kept, but no tensor of the call.
+        # The containers and what is no tensor are kept, but no tensor of the call.
         self._output = rebuilt(output, lambda tensor: tensor.detach().new_empty(0))
+        self._frame = _frame_of(output)
         # As the part's own output did, an output may ask for gradients that nobody needs.
         self.likes = [leaf.detach()[:0].clone().requires_grad_(leaf.requires_grad) for leaf in leaves]
 
     def is_of(self, output: Any, rows: Rows) -> bool:
         """Return True if outputs that were computed are what this form promises."""
         leaves = tensors_of(output)
-        if len(leaves) != len(self.likes):
+        if len(leaves) != len(self.likes) or _frame_of(output) != self._frame:
             return False
         given = [None if number is None else rows.tensors[number] for number in self._given]
         return all(
@@ -267,18 +278,25 @@ class Template:
             shape[1] = rows.length
         return shape
 
-    def output(self, call: PartCall) -> Any:
-        """Return the outputs of a call, deferred but for those that are its arguments."""
-        leaves = iter(range(len(self.likes)))
+    def output(self, call: PartCall, known: Mapping[int, torch.Tensor] | None = None) -> Any:
+        """Return the outputs of a call, deferred but for those that are its arguments or are `known`, by number."""
+        numbers, made = iter(self._first), dict[int, torch.Tensor](known or {})
 
         def leaf(_: torch.Tensor) -> torch.Tensor:
-            number = next(leaves)
+            number = next(numbers)
             given = self._given[number]
             if given is not None:
                 return call.rows.tensors[given]
-            return Deferred(call, number, self.shape(number, call.rows), self.likes[number])
+            if number not in made:
+                made[number] = Deferred(call, number, self.shape(number, call.rows), self.likes[number])
+            return made[number]
 
         return rebuilt(self._output, leaf)
+
+
+def _frame_of(output: Any) -> str:
+    """Return the form of an output with what is no tensor, as text."""
+    return repr(rebuilt(output, lambda _: torch.empty(0)))
 
 
 def version_of_given(tensor: torch.Tensor) -> int:

@@ -121,6 +121,8 @@ class Reading:
             own_shape = [shape[0], *shape[2:]] if pick.is_first else shape
             size = math.prod(own_shape[records.dim() - 1 :])
             own = records[..., start : start + size].to(like.device, like.dtype).reshape(own_shape)
+            # As the part would give it, which the model may write into: no view, and of several none of the others.
+            own = own.detach() if len(self.picks) == 1 else own.clone(memory_format=torch.contiguous_format)
             found[pick.number] = own.requires_grad_(like.requires_grad)
             start += size
         return found

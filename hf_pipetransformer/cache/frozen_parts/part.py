@@ -155,6 +155,8 @@ class FrozenPart:
         """True if it draws random numbers that change nothing."""
         self.records: Records | None = None
         """Of a part whose outputs are stored; others are computed when they are used."""
+        self.feeds_parts = False
+        """True if outputs are read by other parts that are looked up."""
         self.cuts_padding = False
         """True if a row's outputs depend on nothing behind its last real token."""
         self.of_tokens = frozenset[int]()
@@ -221,6 +223,8 @@ class FrozenPart:
         given = (each for each in rows.tensors if type(each) is not Deferred)
         is_free = not (torch.is_grad_enabled() and any(each.requires_grad for each in given))
         serves = self.records is None or self.records.serves(self.step)
+        if rows.lengths is None:  # Of calls without a mask nothing tells where a row ends.
+            serves &= not self.of_tokens and (self.records is None or not self.records.reading.is_by_token)
         if not rows.number or not is_free or not serves:
             return self.compute(_plain(args), _plain(kwargs))
         if (marks := self._present_marks()) != self._marks:
@@ -238,12 +242,9 @@ class FrozenPart:
         is_whole = self.step.fills if self.records is None else self.records.computes_whole(call)
         if known is not None and not is_whole:
             call.template = known
-            if self.draws and self.records is not None:
-                # At once, so that what draws next draws as in Trainer.
-                if call.found() is None:
-                    call.values()
-                else:
-                    draw(known.num_draws)
+            # What draws next draws as in Trainer.
+            if self.draws and self.records is not None and call.found() is not None:
+                draw(known.num_draws)
         else:
             with Draws() if self.draws else nullcontext() as draws:
                 output, _ = call.compute()
@@ -258,7 +259,8 @@ class FrozenPart:
                 return output
             self._templates[kind] = call.template
             call.keep()
-        output = call.template.output(call)
+        # At once: what a part is given may be written into before its outputs are read.
+        output = call.template.output(call, None if self.records is None else call.read())
         return output if self.step.defers else undeferred(output)
 
     def note_collected(self, before: dict[str, int]) -> bool:

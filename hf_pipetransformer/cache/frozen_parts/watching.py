@@ -252,7 +252,7 @@ class Watch:
         for each in seen.values():
             each.part.watch = None
         total = max(self._root_seconds, sum(each.seconds for each in seen.values()), 1e-9)
-        taken, found = set[str](), list[Plan]()
+        taken, found, looked_at = set[str](), list[Plan](), list[tuple[Plan, PartCall]]()
         with ExitStack() as stack:
             for each in seen.values():
                 stack.enter_context(each.part.standing_in())
@@ -266,7 +266,12 @@ class Watch:
                     continue
                 found.append(self._looked_at(one, call, chain, (sum(each.seconds for each in new), share)))
                 if found[-1].form is not None:
+                    looked_at.append((found[-1], call))
                     taken |= {each.part.name for each in chain}
+            self._agree_on_padding(looked_at)
+            for plan, _ in looked_at:
+                for part in plan.parts[:-1]:
+                    part.feeds_parts = True
             for each in seen.values():
                 # Of calls whose rows cannot be told apart there is no chain.
                 if each.call is None and each.why_not is not None and each.seconds >= WORTH * total:
@@ -275,6 +280,25 @@ class Watch:
         self._seen = {name: each for name, each in self._seen.items() if name not in seen}
         self._root = None
         return found
+
+    @staticmethod
+    def _agree_on_padding(plans: Sequence[tuple[Plan, PartCall]]) -> None:
+        """Let parts of several plans keep padding in all of them if it counts in one."""
+        is_settled = False
+        while not is_settled:
+            is_settled = True
+            keeping = {id(part) for plan, _ in plans if not plan.part.cuts_padding for part in plan.parts}
+            for plan, call in plans:
+                if plan.part.cuts_padding and any(id(part) in keeping for part in plan.parts):
+                    plan.reading, plan.is_for_outputs, is_settled = (
+                        replace(plan.reading, is_by_token=False),
+                        True,
+                        False,
+                    )
+                    for part in plan.parts:
+                        part.cuts_padding, part.of_tokens = False, frozenset()
+                    assert plan.form is not None
+                    plan.form = Form.of(plan.reading, call, plan.form.seconds, plan.form.num_rows)
 
     @property
     def called(self) -> list[str]:
