@@ -76,6 +76,17 @@ class WithNumbers(Encoder):
         return self.hidden(input_ids, attention_mask), [float(each) for each in attention_mask.sum(1)]
 
 
+class Grows(Encoder):
+    """Scales by the longest text that it has seen in small batches, of which the last of an epoch is one."""
+
+    longest = 3.0
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        if len(input_ids) < 4:
+            self.longest = max(self.longest, float(attention_mask.sum(1).max()))
+        return self.hidden(input_ids, attention_mask) * self.longest
+
+
 class TwoNames(Encoder):
     """Gives one tensor under two names."""
 
@@ -182,11 +193,13 @@ def logged(kind: type[Trainer], build: Callable[[], nn.Module], folder: Path, **
         (partial(Model, OfCompany), {"per_device_train_batch_size": 1, "eval_strategy": "epoch", "eval_delay": 3}),
         (partial(Model, WithNumbers), {}),
         (partial(Model, TwoNames), {}),
+        (partial(Model, Grows), {"train_sampling_strategy": "sequential"}),
         (WritesInto, {}),
         (with_attentions, {}),
     ],
     ids=[
-        *("stored", "another length", "an argument, or not", "a table", "company", "numbers", "two names", "in place"),
+        *("stored", "another length", "an argument, or not", "a table", "company", "numbers", "two names", "grows"),
+        "in place",
         "attentions",
     ],
 )
@@ -203,6 +216,8 @@ def test_numbers_are_trainers(
     assert found == pytest.approx(logged(Trainer, build, tmp_path / "plain", **options), rel=1e-6)
     if build is with_attentions:
         assert "has modules whose attentions the model returns" in caplog.text
+    elif isinstance(build, partial) and build.args[0] is Grows:
+        assert "encoder changes its own attributes or weights as it computes" in caplog.text
     elif isinstance(build, partial) and build.args[0] in (Cuts, WithNumbers):
         assert "encoder gives outputs of another form from batch to batch" in caplog.text
     else:

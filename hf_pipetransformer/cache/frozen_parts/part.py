@@ -250,12 +250,14 @@ class FrozenPart:
                 output, _ = call.compute()
             of_tokens = self.of_tokens if self.cuts_padding else frozenset()
             call.template = Template(output, rows, of_tokens, draws.number if draws else 0)
-            if known is not None and not known.is_of(output, rows):
-                self._is_irregular = True
-                logger.warning(
-                    f"{self.name} gives outputs of another form from batch to batch, which no record shows: it is "
-                    "computed in every epoch."
-                )
+            why = None
+            if self.has_changed_since(call):
+                why = "changes its own attributes or weights as it computes"
+            elif known is not None and not known.is_of(output, rows):
+                why = "gives outputs of another form from batch to batch, which no record shows"
+            if why is not None:
+                self._is_irregular, self._marks = True, self._present_marks()
+                logger.warning(f"{self.name} {why}: it is computed in every epoch.")
                 return output
             self._templates[kind] = call.template
             call.keep()
