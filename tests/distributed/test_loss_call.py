@@ -22,6 +22,7 @@ REPLICAS = {"pipeline_parallel_size": 1, "pipeline_parallel_num_microbatches": 2
 LAYOUTS = {"two stages": STAGES, "two replicas": REPLICAS}
 EQUAL = ("mixed", "counting", "of_a_part", "talking")
 STEPPING = (loss_calls.Stepping, loss_calls.PipedStepping)
+PREDICTING = (loss_calls.Predicting, loss_calls.PipedPredicting)
 KEPT = {"keeping": 4, "stopping": 3}
 """Losses that leave something behind the model for all ranks, and the steps of their trainings."""
 
@@ -37,9 +38,9 @@ def entries_of(trainer: Any) -> list[list[Any]]:
     return sorted(found)
 
 
-def metrics_of(trainer: Any) -> dict[str, float]:
+def metrics_of(trainer: Any, num_rows: int = 3 * loss_calls.BATCH) -> dict[str, float]:
     """Metrics of an evaluation, one of which its loss has counted."""
-    rows = make_rows("bert_sequence", 3 * loss_calls.BATCH)
+    rows = make_rows("bert_sequence", num_rows)
     trainer.args.per_device_eval_batch_size = loss_calls.BATCH // trainer.args.world_size
     trainer.compute_metrics = lambda _predictions: {"turns": float(trainer.turns)}
     return {name: value for name, value in trainer.evaluate(rows).items() if name in ("eval_turns", "eval_loss")}
@@ -64,6 +65,9 @@ def train_each(folder: Path) -> dict[str, Any]:
         found[name] = logged(made(getattr(loss_calls, name), folder / name, 2, **STAGES))
     found["said"] = lines.lines
     found["metrics"] = metrics_of(made(loss_calls.remembering, folder / "metrics", 2, **STAGES))
+    for layout, options in LAYOUTS.items():
+        predicting = made(loss_calls.counting, folder / layout / "predicting", 2, kinds=PREDICTING, **options)
+        found[f"{layout}, predicting"] = metrics_of(predicting, loss_calls.BATCH + 5)
     trainer = made(loss_calls.counting, folder / "stepping", 2, kinds=STEPPING, **STAGES)
     found["stepping"] = [logged(trainer), trainer.steps_seen]
     trainer = made(loss_calls.mixed, folder / "short", 2, SHORT, **REPLICAS)
@@ -126,6 +130,15 @@ def test_a_step_of_the_scripts_gets_the_loss_on_each_rank(trained: list[dict[str
         assert found["stepping"][1] == pytest.approx(plain.steps_seen, rel=1e-5)
 
 
+def test_a_prediction_step_ahead_of_the_mixin_is_that_of_one_process(
+    trained: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    expected = metrics_of(made(loss_calls.counting, tmp_path, kinds=PREDICTING), loss_calls.BATCH + 5)
+    for found in trained:
+        for layout in LAYOUTS:
+            assert found[f"{layout}, predicting"] == pytest.approx(expected, rel=1e-5), layout
+
+
 def test_where_the_loss_runs_is_said(trained: list[dict[str, Any]]) -> None:
     assert [any("the last stage alone runs it" in line for line in found["said"]) for found in trained] == [
         True,
@@ -161,6 +174,7 @@ def train_refused(folder: Path, layout: str, loss: str) -> None:
     [
         ("two stages", "twice", "One loss runs BertForSequenceClassification twice for a batch"),
         ("two stages", "with_decay", "reads weights of BertForSequenceClassification itself, some of which"),
+        ("two stages", "penalized", "reads weights of BertForSequenceClassification itself, some of which"),
         ("two stages", "of_embeddings", "are called by themselves, where stages do not take part"),
         ("two stages", "of_whole_model", "whole_model() was called amid a step, where other stages do not come by"),
         ("two stages", "of_what_is_generated", "generate() was called amid a step, where other stages"),

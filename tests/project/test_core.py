@@ -17,7 +17,7 @@ import pytest
 SOURCES = Path(__file__).resolve().parents[2] / "hf_pipetransformer"
 
 BUDGETS = {
-    "cache": 3880,
+    "cache": 3920,
     "cli": 650,
     "comm": 950,
     "compat": 390,
@@ -29,14 +29,14 @@ BUDGETS = {
     "pipe": 1070,
     "planning": 1190,
     "report": 1260,
-    "runtime": 1740,
+    "runtime": 1755,
     "schedules": 770,
     "splitters": 1130,
     "startup": 2240,
     "state": 1310,
     "the package itself": 80,
     "trainer": 360,
-    "training": 3370,
+    "training": 3385,
 }
 """Statements that a room may have, docstrings left out. Who raises a number says why in the commit."""
 

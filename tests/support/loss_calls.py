@@ -49,6 +49,24 @@ class PipedStepping(Stepping, Piped):
     pass
 
 
+def _predicted(trainer: Any, model: Any, inputs: Any, loss_only: bool, *_: Any, **_kwargs: Any) -> Any:
+    """A `prediction_step` that calls no other."""
+    batch = {name: value for name, value in inputs.items()}
+    with torch.no_grad():
+        loss, outputs = trainer.compute_loss(model, batch, return_outputs=True)
+    return loss.mean().detach(), None if loss_only else outputs["logits"], batch["labels"]
+
+
+class Predicting(Own):
+    prediction_step = _predicted
+
+
+class PipedPredicting(Piped):
+    """Ahead of the mixin in the MRO."""
+
+    prediction_step = _predicted
+
+
 def mixed(_trainer: Any, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Rows of a batch are mixed by random numbers of three generators, before the model and behind it."""
     order, share = torch.randperm(len(batch["labels"])), random.random()
@@ -177,6 +195,13 @@ def of_embeddings(trainer: Any, model: Any, batch: dict[str, torch.Tensor]) -> t
 def with_decay(trainer: Any, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     loss = functional.cross_entropy(model(**_inputs(batch)).logits, batch["labels"])
     return loss + sum(p.square().sum() for p in trainer.model.parameters()).to(loss.dtype)
+
+
+def penalized(_trainer: Any, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """With a penalty of what is trained, chosen by whether it asks for gradients."""
+    loss = functional.cross_entropy(model(**_inputs(batch)).logits, batch["labels"])
+    trained = [each for each in model.parameters() if each.requires_grad]
+    return loss + 1e-3 * torch.stack([each.norm() for each in trained]).norm()
 
 
 def doubled(_trainer: Any, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:

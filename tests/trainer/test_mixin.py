@@ -173,12 +173,17 @@ def test_an_optimizer_that_a_script_sets_later_trains(tmp_path: Path) -> None:
     assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
 
 
-def test_an_optimizer_of_ours_is_made_anew_for_each_training(tmp_path: Path) -> None:
+def test_an_optimizer_of_ours_is_made_anew_for_each_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     trainer = started(tmp_path)
     trainer.train()
     first = trainer.optimizer
+    said = "This training begins with a new optimizer"
+    assert said not in caplog.text
     trainer.train()
     assert trainer.optimizer is not first
+    assert said in caplog.text
 
 
 def test_a_trainer_of_the_past_takes_no_memory(tmp_path: Path) -> None:

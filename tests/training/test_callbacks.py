@@ -19,6 +19,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from hf_pipetransformer.training.callbacks import (
     StageCallbacks,
+    check_callbacks,
     running_callbacks,
     takes_model,
 )
@@ -230,3 +231,15 @@ def test_a_step_ends_after_the_last_callback_and_with_what_it_decided(num_stages
     handler.call_event("on_step_begin", None, TrainerState(), TrainerControl())
     handler.call_event("on_epoch_end", None, TrainerState(), TrainerControl())
     assert done[3:] == ["after"]
+
+
+class ReadsGradients(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.seen = [parameter.grad for parameter in model.parameters()]
+
+
+def test_gradients_that_other_stages_have_are_not_read() -> None:
+    topology: Any = SimpleNamespace(gather=lambda value: [value])
+    check_callbacks([Named()], topology)
+    with pytest.raises(ValueError, match="on_pre_optimizer_step reads the model, of whose gradients each stage has"):
+        check_callbacks([Named(), ReadsGradients()], topology)
