@@ -51,7 +51,7 @@ class PipedStepping(Stepping, Piped):
 
 def _predicted(trainer: Any, model: Any, inputs: Any, loss_only: bool, *_: Any, **_kwargs: Any) -> Any:
     """A `prediction_step` that calls no other."""
-    batch = {name: value for name, value in inputs.items()}
+    batch = dict(inputs)
     with torch.no_grad():
         loss, outputs = trainer.compute_loss(model, batch, return_outputs=True)
     return loss.mean().detach(), None if loss_only else outputs["logits"], batch["labels"]

@@ -173,9 +173,7 @@ def test_an_optimizer_that_a_script_sets_later_trains(tmp_path: Path) -> None:
     assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
 
 
-def test_an_optimizer_of_ours_is_made_anew_for_each_training(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_optimizer_of_ours_is_made_anew_for_each_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = started(tmp_path)
     trainer.train()
     first = trainer.optimizer

@@ -87,12 +87,36 @@ class Grows(Encoder):
         return self.hidden(input_ids, attention_mask) * self.longest
 
 
+class Forces(Encoder):
+    """Gives a gradient that it takes itself."""
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            own = self.embedding(input_ids).requires_grad_()
+        energy = torch.tanh(self.mix(own)).square().sum()
+        return torch.autograd.grad(energy, own)[0] * attention_mask[..., None]
+
+
 class TwoNames(Encoder):
     """Gives one tensor under two names."""
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
         hidden = self.hidden(input_ids, attention_mask)
         return {"last": hidden, "all": [hidden]}
+
+
+class Perceptual(nn.Module):
+    """Compares features of what is trained with those of what is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Linear(LENGTH, WIDTH), nn.Tanh()).requires_grad_(False)
+        self.trained = nn.Linear(LENGTH, LENGTH)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> Any:
+        given = input_ids / 50
+        found = self.features(self.trained(given))
+        return {"loss": (found - self.features(given)).square().mean(), "logits": found}
 
 
 class WritesInto(nn.Module):
@@ -194,13 +218,14 @@ def logged(kind: type[Trainer], build: Callable[[], nn.Module], folder: Path, **
         (partial(Model, WithNumbers), {}),
         (partial(Model, TwoNames), {}),
         (partial(Model, Grows), {"train_sampling_strategy": "sequential"}),
+        (partial(Model, Forces), {}),
         (WritesInto, {}),
+        (Perceptual, {}),
         (with_attentions, {}),
     ],
     ids=[
         *("stored", "another length", "an argument, or not", "a table", "company", "numbers", "two names", "grows"),
-        "in place",
-        "attentions",
+        *("forces", "in place", "perceptual", "attentions"),
     ],
 )
 def test_numbers_are_trainers(

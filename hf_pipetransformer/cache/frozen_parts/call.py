@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -158,9 +158,10 @@ class PartCall:
         asking = self.part.asks_for_gradients
         # Gradients that reach nothing are asked of what comes out alone. A layer in which outputs are used first, and
         # which is computed again in the backward, then keeps as many tensors each time, read or computed.
-        with torch.no_grad():
+        # Code of the script's may take gradients inside.
+        with nullcontext() if self.part.state.is_of_script else torch.no_grad():
             output = self.part.compute(args, kwargs)
-        self._values = values = tensors_of(output)
+        self._values = values = [each.detach() if each.requires_grad else each for each in tensors_of(output)]
         for number in asking if torch.is_grad_enabled() else ():
             values[number].requires_grad_()
         return output, values

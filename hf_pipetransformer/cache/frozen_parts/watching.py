@@ -200,6 +200,8 @@ class Watch:
         elif (hook := part.state.hooked) is not None:
             why_not = f"has a hook on {hook} that stored outputs would pass by"
         seen = self._seen.get(part.name)
+        if seen is not None and seen.call is None and seen.why_not is None:
+            seen = None  # Until now it computed from what is trained, as with another call of the same step.
         if seen is not None:
             if seen.step != self._number:
                 seen.step, seen.seconds, seen.rows, seen.has_come_before = self._number, 0.0, 0, True
