@@ -43,10 +43,8 @@ READ_EVERY = 64
 """Batches of a pass that a process fetches, of which the first is read although its rows are known, and compared."""
 _ENOUGH = 2
 """Passes in which a row has to come out alike."""
-_MOST_INSIDE = 2**20
+_MOST_INSIDE = 64
 """Entries of a container up to which each is looked at."""
-_MOST_BYTES = 2**26
-"""Of an array whose content counts."""
 
 Array = NDArray[Any]
 
@@ -253,27 +251,16 @@ class RowTable:
 def condition_of(*holders: Any) -> int:
     """Return a hash of what objects and those inside them hold, such as the number of an epoch that they were told.
 
-    Numbers, texts, and lists, arrays and tensors of a size that labels have count by content, other objects and large
-    ones as the same object or another.
+    Numbers and texts count by value, other objects and long containers as the same object or another.
     """
     found = list[Any]()
     for value in (value for each in objects_in(holders) for value in vars(each).values()):
         inside = [*value, *value.values()] if isinstance(value, dict) else value
         is_short = isinstance(inside, (list, tuple)) and len(inside) <= _MOST_INSIDE
-        found += map(_content_of, [value, *inside] if is_short else [value])
+        for entry in [value, *inside] if is_short else [value]:
+            is_plain = entry is None or isinstance(entry, (bool, int, float, complex, str))
+            found.append(entry if is_plain else (id(entry), len(entry) if isinstance(entry, (dict, list, set)) else 0))
     return hash(tuple(found))
-
-
-def _content_of(value: Any) -> Any:
-    """Return what differs once a value inside an object has changed."""
-    if value is None or isinstance(value, (bool, int, float, complex, str)):
-        return value
-    is_tensor = isinstance(value, torch.Tensor) and value.is_cpu and value.layout is torch.strided
-    is_array = is_tensor or (isinstance(value, np.ndarray) and not value.dtype.hasobject)
-    if is_array and value.nbytes <= _MOST_BYTES:
-        data = bytes_of(value) if is_tensor else np.ascontiguousarray(value).view(np.uint8)
-        return id(value), xxhash.xxh3_64_intdigest(np.ascontiguousarray(data).data)
-    return id(value), len(value) if isinstance(value, (dict, list, set)) else 0
 
 
 def _why_not(batch: Any, num_rows: int) -> str | None:

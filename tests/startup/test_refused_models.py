@@ -28,7 +28,6 @@ from hf_pipetransformer.startup.estimate import batch_on_meta
 from hf_pipetransformer.startup.slices import why_unsliceable
 from hf_pipetransformer.training.builder import PipelineBuilder
 from hf_pipetransformer.training.callbacks import SpreadModel
-from hf_pipetransformer.training.evaluations import Evaluations
 from hf_pipetransformer.training.loaders import LateLoader, check_undivided
 from hf_pipetransformer.training.metrics import _sendable
 from hf_pipetransformer.training.needs import check_trained_model
@@ -136,8 +135,6 @@ def test_parts_that_no_call_has_begun() -> None:
         _ = PipelineBuilder.pipeline.fget(SimpleNamespace(in_force=None))  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="There is no training"):
         _ = PipelineSession.training.fget(SimpleNamespace(present=None))  # type: ignore[attr-defined]
-    with pytest.raises(RuntimeError, match="There is no evaluation"):
-        _ = Evaluations.present.fget(SimpleNamespace(_present=None))  # type: ignore[attr-defined]
 
 
 class Total(nn.Module):
