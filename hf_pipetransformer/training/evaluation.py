@@ -110,7 +110,7 @@ class Evaluation:
         generates = kind is Seq2SeqTrainer and trainer_compat.generates(self.trainer)
         reads_loss_only = kind in (Trainer, Seq2SeqTrainer) and (prediction_loss_only or generates)
         with self._running(inputs, reads_loss_only, ignore_keys) as batch:
-            loss, logits, labels = own(model, batch, prediction_loss_only, ignore_keys, **options)
+            loss, logits, labels = own(model, batch, prediction_loss_only, ignore_keys=ignore_keys, **options)
         return self._global_loss(loss), logits, labels
 
     @contextmanager

@@ -292,11 +292,8 @@ class Watch:
             keeping = {id(part) for plan, _ in plans if not plan.part.cuts_padding for part in plan.parts}
             for plan, call in plans:
                 if plan.part.cuts_padding and any(id(part) in keeping for part in plan.parts):
-                    plan.reading, plan.is_for_outputs, is_settled = (
-                        replace(plan.reading, is_by_token=False),
-                        True,
-                        False,
-                    )
+                    is_settled, plan.is_for_outputs = False, True
+                    plan.reading = replace(plan.reading, is_by_token=False)
                     for part in plan.parts:
                         part.cuts_padding, part.of_tokens = False, frozenset()
                     assert plan.form is not None
