@@ -78,7 +78,7 @@ demo: $(DEMO_INSTALLED)
 
 # What starts several processes leaves cores half idle: the tests run in two halves, and the other half prints when it is
 # done. Whatever is not named here runs in the other half; the folders are named to make them equally long.
-LAUNCHING := tests/distributed tests/gpu/test_checks.py tests/training
+LAUNCHING := tests/distributed tests/gpu/test_checks.py tests/training tests/state
 
 test: $(INSTALLED)
 	@log=$$(mktemp); \
