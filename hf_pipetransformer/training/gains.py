@@ -1,4 +1,4 @@
-"""What a user's loss keeps on the trainer of the last stage, for every rank before the next batch."""
+"""Changes that a script's loss makes on the trainer of the last stage, for every rank before the next batch."""
 
 from __future__ import annotations
 

@@ -126,6 +126,11 @@ class PartCall:
             self._found = self.part.records.found(self)
         return self._found
 
+    @property
+    def is_read(self) -> bool:
+        """True if records had what is read of the outputs, so that the call computed nothing by itself."""
+        return self._found is not None and self._values is None
+
     def read(self) -> dict[int, torch.Tensor]:
         """Read what records have, or compute; return the whole outputs that others than frozen parts read."""
         found = self.found() if self._values is None else None

@@ -242,9 +242,6 @@ class FrozenPart:
         is_whole = self.step.fills if self.records is None else self.records.computes_whole(call)
         if known is not None and not is_whole:
             call.template = known
-            # What draws next draws as in Trainer.
-            if self.draws and self.records is not None and call.found() is not None:
-                draw(known.num_draws)
         else:
             with Draws() if self.draws else nullcontext() as draws:
                 output, _ = call.compute()
@@ -262,7 +259,10 @@ class FrozenPart:
             self._templates[kind] = call.template
             call.keep()
         # At once: what a part is given may be written into before its outputs are read.
-        output = call.template.output(call, None if self.records is None else call.read())
+        read = None if self.records is None else call.read()
+        if self.draws and call.is_read:
+            draw(call.template.num_draws)  # What draws next draws as in Trainer.
+        output = call.template.output(call, read)
         return output if self.step.defers else undeferred(output)
 
     def note_collected(self, before: dict[str, int]) -> bool:
